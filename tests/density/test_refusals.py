@@ -198,6 +198,7 @@ ROWS = {  # what happens to a record when others change
     "its number": model_of(lambda m, y: m * torch.arange(len(y))),
     "prior of the mean": with_latent(lambda y: dist.Normal(y.mean(), 1.0)),
     "prior of the largest": with_latent(lambda y: dist.Normal(0.0, y.abs().max().clamp(min=50.0))),
+    "prior of the first": with_latent(lambda y: dist.Normal(0.0, 1 + y[0].abs())),
     "prior of the number": with_latent(lambda y: dist.Normal(0.0, 1.0 * len(y))),
     "factor of the data": and_more(
         lambda m, y: dist.Unit((m * y).sum()), obs=lambda y: torch.empty((*y.shape[1:], 0))

@@ -125,7 +125,8 @@ def test_parallel_chains_start_where_they_are_told_to_and_show_progress(
     # of one who sets it himself: for all chains
     kernel.initial_params = {name: value[0] for name, value in START.items()}
     run(kernel, 2, num_samples=2, warmup_steps=0)
-    for chain, draws in zip([0, 1, 2, 0, 0], kernel.get_samples(group_by_chain=True)):
+    run(kernel, num_samples=2, warmup_steps=0, initial_params=START)  # stated once more
+    for chain, draws in zip([0, 1, 2, 0, 0, 0, 1, 2], kernel.get_samples(group_by_chain=True)):
         for name, value in (("mean", draws["mean"]), ("scale", draws["scale"].log())):
             close = {"atol": 1e-4, "rtol": 0}
             torch.testing.assert_close(value, START[name][chain].expand(2), **close)
@@ -227,7 +228,11 @@ class TwoWords(Exception):
 
 
 def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant):
-    for error, kind in ((KeyError("secret"), KeyError), (TwoWords("a", "b"), RuntimeError)):
+    lost = ConnectionError("the hook's own")
+    for error, kind in (
+        *((KeyError("secret"), KeyError), (TwoWords("a", "b"), RuntimeError)),
+        (lost, ConnectionError),
+    ):
 
         def hook(*_, error=error):
             raise error

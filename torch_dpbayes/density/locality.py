@@ -157,13 +157,14 @@ class MadeUpRecords:
         for what, rows in self._changed_rows(odd):
             try:
                 apart, together = alone(rows), self.terms(self.theta, rows)
-                other_prior = self._prior_with(rows if what else pick(rows, [0]))
+                each = [rows] if what else [pick(rows, [k]) for k in range(self._count)]
+                priors = [*map(self._prior_with, each)]
             except Exception:
                 if what:  # as the values may be impossible ones
                     continue
                 raise
             seen = f"{f'another row {what}' if what else 'all others are left out'} (seen on"
-            if not nearly_equal(other_prior, prior):
+            if not all(nearly_equal(other, prior) for other in priors):
                 raise UnfitModel(
                     f"the prior changes when {seen} synthetic rows), so it would release the data"
                     " without a charge: use a prior with public constants."

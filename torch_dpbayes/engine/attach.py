@@ -95,7 +95,7 @@ def made_private(
         raise
     module.__dict__.pop("_dpbayes_buffers", None)  # of an earlier training
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # for PosteriorSamples.collect: what no step has written is no sample
+    # for PosteriorSamples.collect: until the first batch, as they are they are no sample
     trained = [p for p in module.parameters() if p.requires_grad]
     module.__dict__["_dpbayes_start"] = [(id(p), p._version) for p in trained]
     optimizer.release.bind(source, draws, FixedTensors(module), parameters, is_alone=is_alone)

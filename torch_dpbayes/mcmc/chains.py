@@ -227,19 +227,18 @@ class Chain(NamedTuple):
         pyro.set_rng_seed(self.seed)
         torch.set_default_dtype(self.defaults[0])
         torch.set_default_device(self.defaults[1])
-        if self.start is not None:
-            kernel.initial_params = self.start
+        kernel.start_at(self.start)
 
         def after_an_iteration(kernel: PrivateKernel, *what: Any) -> None:
             if kernel.newest_draw is not None:
                 self._send("draw", kernel.newest_draw)
             if self.shows_progress:
                 self._send("progress", kernel.logging())
+            if hook:
+                hook(kernel, *what)
             # what else the starter forked may keep its end of the pipe open
             if self.pipe.poll() or os.getppid() != starter:
                 raise KeyboardInterrupt
-            if hook:
-                hook(kernel, *what)
 
         try:
             for value in _gen_samples(
@@ -247,7 +246,7 @@ class Chain(NamedTuple):
             ):
                 self._send("value", value)
             self._send("end", None)
-        except (KeyboardInterrupt, ConnectionError):
+        except KeyboardInterrupt:
             pass
         except Exception as error:
             told: Exception = error
@@ -257,13 +256,14 @@ class Chain(NamedTuple):
                 told = StateError(f"a chain failed with a {type(error).__name__}.")
             # beside it, for not every error keeps its notes on the way
             self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
-        finally:
-            kernel.accountant.close()  # returns what it had reserved
 
     def _send(self, kind: str, value: Any) -> None:
         if isinstance(value, dict):
             value = {name: _plain(part) for name, part in value.items()}
-        self.pipe.send((kind, _plain(value)))
+        try:
+            self.pipe.send((kind, _plain(value)))
+        except ConnectionError:  # who started the chain has ended
+            raise KeyboardInterrupt from None
 
 
 def _plain(value: Any) -> Any:

@@ -458,6 +458,10 @@ class PrivateKernel(MCMCKernel):
         self._chains += begun
         return begun
 
+    def start_at(self, start: Start) -> None:
+        """For :class:`MCMC`: where this chain of several starts; None: as it was set."""
+        self._initial = self._initial if start is None else start
+
     @property
     def newest_draw(self) -> Draw | None:
         """For :class:`MCMC`: of the running chain; None in warm-up."""

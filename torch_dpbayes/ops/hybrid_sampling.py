@@ -17,13 +17,13 @@ from ..accounting.events import (
     GaussianDpEvent,
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
-    check_epsilon,
     positive_count,
 )
 from ..batches.poisson_loader import PoissonLoader
 from ..engine.privacy_engine import PrivacyEngine
 from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
+from ..optim.settings import require_fraction
 from ..posterior import PosteriorSamples
 from .certificates import Certificate
 from .certificates.certificate import ROUND_UP
@@ -96,7 +96,7 @@ def hybrid(
     data = TensorDataset(records.x, records.y)
     loader = PoissonLoader(DataLoader(data, batch_size=batch_size), rate)
     steps = positive_count(epochs, "epochs") * len(loader)
-    start_epsilon = check_epsilon(start_share) * epsilon
+    start_epsilon = require_fraction("start_share", start_share) * epsilon
     size = len(data)
     first = OnePosteriorSample(model, certificate, start_epsilon, delta, accountant, num_data=size)
     noise = noise_multiplier_for(

@@ -371,10 +371,6 @@ class _Start(torch.autograd.Function):
         return None, None, None
 
 
-_SEEDED = (
-    "it calls torch.manual_seed, so each record's random numbers are known, and follow its place in"
-    " the batch: seed the program, not the model"
-)
 _WRITTEN = (
     "{} was changed in place between {}: write x = x + y instead of x += y, F.relu(x) instead of"
     " F.relu_(x); change parameters before the forward pass or after the step"

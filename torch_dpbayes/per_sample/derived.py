@@ -264,6 +264,7 @@ class FixedTensors:
         if not self._is_training:
             self._is_training = True
             self._record()
+            self._module.__dict__.pop("_dpbayes_start", None)
             self._module.__dict__["_dpbayes_buffers"] = self.values  # for what leaves the model
 
     def look_closely(self) -> None:

@@ -18,6 +18,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from operator import methodcaller
 from types import MethodWrapperType
 from typing import Any
 
@@ -78,6 +79,7 @@ _TORCHS_WORDS = {
     ),
 }
 
+_seed_of = methodcaller("initial_seed")
 _SEEDED = (
     "it calls torch.manual_seed, so each record's random numbers are known, and follow its place in"
     " the batch: seed the program, not the model"
@@ -200,7 +202,8 @@ class RecordMap(TorchFunctionMode):
         require_no_modes()
         inside: list[Tensor] = []
         found: list[Tensor] = []
-        self._seed = torch.default_generator.initial_seed()
+        self._streams = torch.default_generator, *torch.cuda.default_generators
+        self._seeds = [*map(_seed_of, self._streams)]
         with as_traced(), self:
             self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
             try:
@@ -212,7 +215,7 @@ class RecordMap(TorchFunctionMode):
             finally:
                 self._level = None
                 functorch._vmap_decrement_nesting()
-        if torch.default_generator.initial_seed() != self._seed:
+        if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
         if self._error is not None:
             raise CannotBeMapped(
@@ -227,7 +230,7 @@ class RecordMap(TorchFunctionMode):
             raise CannotBeMapped(
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
             )
-        if torch.default_generator.initial_seed() != self._seed:
+        if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
         outside = _outside(func, (*args, *kwargs.values()))
         if is_special := not _is_harmless(func) or "generator" in kwargs:

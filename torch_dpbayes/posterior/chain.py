@@ -59,7 +59,7 @@ class Chain:
             ValueError: the model has no trainable parameter, other parameters than at the first
                 call, or a buffer that changed. The call is then not counted.
             DivergedError: a parameter is not finite.
-            StateError: no step has changed the parameters since ``make_private``.
+            StateError: no batch was taken from the private loader since ``make_private``.
 
         **Privacy**: post-processing of the released iterate, no charge. Buffers must not have
         changed since the first batch of the private loader (for other models: since the first
@@ -68,7 +68,7 @@ class Chain:
         start = None if self._samples else getattr(model, "_dpbayes_start", None)
         if start and start == [(id(p), p._version) for p in model.parameters() if p.requires_grad]:
             raise StateError(
-                "no step has changed the parameters since make_private, so they are no sample of"
+                "no batch was taken since make_private, so the parameters are no sample of"
                 " the posterior: collect after an optimizer's step."
             )
         if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
