@@ -153,6 +153,7 @@ class MadeUpRecords:
                 " outside of sample sites (dropout?). Switch them off with model.eval()."
             )
         odd, prior = self._count // 2, self._prior_with(self._rows)
+        size = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())  # one term may nearly cancel
         others = torch.arange(self._count) != odd
         for what, rows in self._changed_rows(odd):
             try:
@@ -169,7 +170,7 @@ class MadeUpRecords:
                     f"the prior changes when {seen} synthetic rows), so it would release the data"
                     " without a charge: use a prior with public constants."
                 )
-            is_rounding = nearly_equal(apart[odd], together[odd]) or bool(
+            is_rounding = nearly_equal(apart[odd], together[odd], size) or bool(
                 (apart - together)[odd].abs() <= self._rounding(rows, odd)
             )
             if not is_rounding or not nearly_equal(apart[others], together[others]):
