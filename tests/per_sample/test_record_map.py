@@ -342,6 +342,7 @@ REFUSED = {
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
     "seed": lambda h: (torch.manual_seed(0), h * torch.rand_like(h))[1],
     "fork": seeded_within,
+    "seed at the end": lambda h: (torch.tanh(h), torch.manual_seed(0))[0],
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),
