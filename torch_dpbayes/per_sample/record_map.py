@@ -510,7 +510,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{name} at an index, or with a value, that a record holds would write into"
             " other records: write torch.where(torch.arange(n) == index, value, x)"
         )
-    if isinstance(func, _OPERATORS):
+    # before torch 2.14 torch.Tensor() calls it where make_fx records
+    if isinstance(func, _OPERATORS) and func is not torch.ops.aten.empty.memory_format:
         raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
     if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
         raise CannotBeMapped(
