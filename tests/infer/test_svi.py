@@ -275,6 +275,7 @@ def test_under_add_or_remove_a_stated_number_decides_whatever_the_real_one_is():
     assert event.sampling_probability == 0.25 and charged == 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="slogdet has a gradient there")
 def test_where_gradients_cannot_be_computed_is_decided_without_the_data():
     start = pyro.infer.autoguide.init_to_value(values={"w": torch.tensor(-30.0)})
     guide = AutoNormal(singular_where_made_up, init_loc_fn=start)

@@ -627,6 +627,8 @@ def test_an_operator_of_transformers_is_not_run_but_what_it_stands_for(monkeypat
     """An operator of the caller's by that name could mix records by a rule of its own."""
     import transformers.integrations.moe  # noqa: F401 - defines it
 
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        pytest.skip("transformers is older than this operator")
     monkeypatch.setattr(F, "grouped_mm", torch.addcmul)
     x, ones = torch.randn(5, 4), torch.ones(4)
     operator = torch.ops.transformers.grouped_mm_fallback
