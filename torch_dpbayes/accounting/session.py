@@ -236,8 +236,8 @@ class Session(History):
             in_one = f" ({whole.max_count(self.counts, need) - 1} in the first job)"
             advice = " To avoid this use one job, or adaptive=True from the start."
         _log.warning(
-            "%s held charges before this job, so a filter guarantees its budget, epsilon = %g"
-            " at delta = %g. About %s more such releases fit%s.%s",
+            "%s held charges before this job, so it is a filter now: epsilon is the whole"
+            " budget, %g at delta = %g. About %s more such releases fit%s.%s",
             *(self.path, *budget, max((left or 0) - 1, 0), in_one, advice),
         )
 

@@ -45,14 +45,14 @@ _TOLERANCE = 1e-4  # of sums in another order
 _PLAIN = ("builtins", "collections")  # where containers are defined that mix nothing
 _VOUCHED = "collate_fn gets whole batches: you vouch that it does not mix records"
 _RANDOM = (
-    "collate_fn draws random numbers, and runs for each record alone: numbers for a batch, as in"
-    " mixup, are drawn for every record"
+    "collate_fn draws random numbers. It runs for each record alone, so what mixup draws once for a"
+    " batch is drawn for every record"
 )
 _FIELDS = "records have different fields: put a number in place of missing values"
 _SHAPES = "records have different shapes: pad them in the data set to one public length"
 _DIFFERS = (
-    "collate_fn gets each record alone, and so makes a different batch of synthetic records: do"
-    " not use other records or their number, as mixup does, or vouch by"
+    "collate_fn gets each record alone. Of synthetic records that makes another batch than all at"
+    " once: do not use other records or their number, as mixup does, or vouch by"
     " assume_independent_records=True"
 )
 
@@ -140,8 +140,8 @@ class PoissonLoader(DPDataLoader):
             before = data_loader.sampler_of_draws
             if ranks is None and before.ranks is not None:
                 raise ArgumentError(
-                    "several ranks share this loader's draws, but here only one is known: do this"
-                    " on one process",
+                    "several ranks share this loader's draws, but here only one is known: make the"
+                    " loader in one process",
                     code="ranks-alone",
                 )
             if before.generator is not None:

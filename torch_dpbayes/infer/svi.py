@@ -296,8 +296,8 @@ class DPSVI:
         leaves, _ = tree_flatten((args, kwargs))
         if [*map(_identity, leaves)] != self._identities:
             raise ArgumentError(
-                "pass all data at every step, in the same unchanged tensors: batches are drawn"
-                " here. For other data make a new DPSVI.",
+                "pass all data at every step, in the same unchanged tensors: DPSVI draws the"
+                " batches. For other data make a new DPSVI.",
                 code="data-changed",
             )
 
@@ -391,7 +391,7 @@ def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -
             kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
             raise ArgumentError(
                 f"optim cannot step the guide's {name!r}: {kind}: {error}. Nothing was charged."
-                " Pass another to a new guide and DPSVI, as pyro.optim.Adam({'lr': 0.01})."
+                " Make a new guide and DPSVI with another, such as pyro.optim.Adam({'lr': 0.01})."
             ) from error
 
 
