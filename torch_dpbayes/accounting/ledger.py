@@ -71,7 +71,7 @@ TABLES = (
 # change, and SQLite keeps a process' locks in its memory, where a child would find those of a
 # connection that it does not have.
 LOCK = threading.RLock()
-if hasattr(os, "register_at_fork"):  # else there is no fork
+if hasattr(os, "register_at_fork"):  # systems without it have no fork
     os.register_at_fork(
         before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
     )
@@ -240,7 +240,7 @@ def make_tables(connection: sqlite3.Connection, settings: Mapping[str, Any]) -> 
 
 def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     """The settings that the file at ``path`` was made with, checked against its first row."""
-    connection.execute("BEGIN")  # settings, seal and first row of one moment
+    connection.execute("BEGIN")  # so that settings, seal and first row belong to one moment
     if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise LedgerError(
             f"{path} is empty. If it was a ledger, its charges are lost (a full disk?), and a new"
@@ -353,7 +353,7 @@ class Ledger:
                 if purpose != "read":
                     connection.execute("PRAGMA synchronous = FULL")
                 return work(connection)
-            # the latter where a damaged text is quoted in the former
+            # UnicodeDecodeError: sqlite3's message quotes a damaged text
             except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise explained(self.path, error) from error
             finally:
@@ -367,8 +367,8 @@ class Ledger:
         journal = Path(f"{path}-wal")
         writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
         if mode == "ro" and not writable and not (journal.exists() and journal.stat().st_size):
-            # else SQLite would keep an index beside the file, which cannot be made, or could not be
-            # written by its owner
+            # without it SQLite makes an index file here, which may fail, or which the ledger's
+            # owner could not write
             address += "&immutable=1"
         return sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
 
@@ -376,7 +376,7 @@ class Ledger:
         """Raise where the file can be opened under another name."""
         if self.path.stat().st_nlink > 1:
             for other in self.path.parent.glob(f"{escape(self.path.name)}{_MAKING}*"):
-                with suppress(OSError):  # else its maker removes it, or nobody may
+                with suppress(OSError):  # if this fails, its maker removes it
                     if other.samefile(self.path):  # it was made a moment ago
                         other.unlink(missing_ok=True)
         if self.path.stat().st_nlink > 1:

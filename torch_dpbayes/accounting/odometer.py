@@ -34,10 +34,10 @@ from . import renyi
 from .dominating_pairs import Array, NonPrivate, Pair
 from .privacy_loss import apart
 
-_COUNTS = np.geomspace(1, 1e7, 36)  # of the first release, for which orders are good
-_LIKELY, _LIKELY_SPREAD = math.log(3e3), 3.0  # of the logarithm of their number
-_BROAD = 0.05  # of the weight lies evenly on all orders
-_SPREAD = 1.0  # standard deviation of the logarithm of their number, where a budget tells it
+_COUNTS = np.geomspace(1, 1e7, 36)  # of releases; some order is good for each
+_LIKELY, _LIKELY_SPREAD = math.log(3e3), 3.0  # mean and deviation of log(number)
+_BROAD = 0.05  # this share of the weight is the same for all orders
+_SPREAD = 1.0  # the deviation of log(number) if a budget tells it
 
 
 def epsilon(
@@ -73,14 +73,14 @@ def largest(exponents: Array, logs: Array, spent: Array) -> float:
     def excess(loss: float) -> float:
         return float(special.logsumexp(logs + slopes + exponents * (loss - spent)))
 
-    # each order alone is at least that far, and one of them has its share of the whole
+    # the root is below that of each order alone, and one order has its share of the sum
     alone = spent - (logs + slopes) / exponents
     margin = 1e-9 * (1 + float(np.min(np.abs(alone))))
     high = float(np.min(alone)) + margin
     low = float(np.min(alone - math.log(len(logs)) / exponents)) - margin
     loss = optimize.brentq(excess, low, high, xtol=1e-13, rtol=1e-13)
     kept = -float(np.expm1(special.logsumexp(logs + exponents * (loss - spent))))
-    # at the largest value it does not change, so an error of ``loss`` is squared
+    # the derivative is 0 at the optimum, so an error of ``loss`` counts squared
     return max(0.0, (loss + math.log(kept)) * (1 + 1e-9)) if kept > 0 else math.inf
 
 

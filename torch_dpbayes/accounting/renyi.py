@@ -26,11 +26,11 @@ ORDERS: tuple[float, ...] = (
 )
 # Quadrature follows the integrand to x = order; beyond this it would cost more than it brings.
 _LARGEST_QUADRATURE_ORDER = 256
-_LARGEST_SAMPLED_ORDER = 256  # of a Poisson sample of what is not a Gaussian sum
-_MOST_VALUES = 2**14  # of discrete Gaussian noise that are looked at one by one
-_RATIO = 1.005  # of the grid to which many different releases are brought
-_MOST_EXACT = 20_000  # different releases that are composed as they are
-_STRIDE = 16  # between the orders that are looked at first, a power of 2
+_LARGEST_SAMPLED_ORDER = 256  # for Poisson samples of mechanisms other than the Gaussian
+_MOST_VALUES = 2**14  # of discrete Gaussian noise, summed one by one
+_RATIO = 1.005  # between points of the grid to which many different releases are rounded
+_MOST_EXACT = 20_000  # different releases that are composed without rounding
+_STRIDE = 16  # between the orders that are tried first; a power of 2
 _MARGIN = 1e-9  # relative error of the quadrature, by far
 
 # --- of one release -------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
 
 @divergences.register
 def _(pair: pairs.GaussianMixture, alpha: Array) -> Array:
-    # that of the release that announces which of the Gaussians it is
+    # an upper bound: that of a release which also tells which Gaussian was drawn
     stay = math.log(max(1 - math.fsum(pair.chances), 1e-300))
     terms = [np.full(len(alpha), stay)]
     for move, chance in zip(pair.moves, pair.chances, strict=True):
@@ -267,7 +267,7 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
     total = np.zeros(len(orders))
     for pair, count in pairs.grouped(pairs.merge(counts), _RATIO, upper=True).items():
         total = total + count * _curve(pair, tuple(orders))
-    return np.where(np.isnan(total), math.inf, total)  # of what is beyond floats nothing is known
+    return np.where(np.isnan(total), math.inf, total)  # nan: beyond floats, so no bound
 
 
 def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:

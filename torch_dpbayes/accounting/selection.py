@@ -34,9 +34,9 @@ from .dominating_pairs import Array
 from .events import DpEvent, Neighboring, NeighboringRelation
 from .risk import profiles, trade_offs
 
-_UNSEEN = 1e-32  # probability of larger K, which count as the largest
+_UNSEEN = 1e-32  # larger K have this probability; they count as the largest K
 _MOST_RUNS = 2**20
-_DRAWING = 1e-7  # relative error of the probabilities with which K is drawn, by far
+_DRAWING = 1e-7  # a bound on the relative error of K's probabilities when it is drawn
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Repetitions:
     def draw(self) -> int:
         """K, by the operating system's entropy: nobody may learn it but by the time it takes."""
         masses = self.probabilities()
-        # The probability of each to be the last, given that there are as many: with them, and not
-        # with the distribution function, also rare numbers have their probability.
+        # The probability that K = k, given K <= k. A draw with these, not with the distribution
+        # function, gives rare numbers their right probability, too.
         last = masses / np.cumsum(masses[::-1])[::-1]
         source = random.SystemRandom()
         for number, share in enumerate(last.tolist(), start=1):
@@ -137,7 +137,7 @@ def selection_epsilon(
         # a ratio of two functions that are linear between vertices is largest at one of them
         below, above = (gamma + (1 - gamma) * rates for rates in curve.vertices)
         largest = max(largest, float(np.max(above / below)) * (1 + 1e-12))
-    # The mean follows from gamma, whatever it was meant to be.
+    # gamma decides the mean, even if another one was asked for.
     share = least / (_mean(gamma, shape) * (1 + _DRAWING))
     once = bounds.upper_epsilon(counts, share) if share >= events.SMALLEST_DELTA else math.inf
     return ((1 + shape) * math.log(largest) + once) * (1 + _DRAWING) + 4 * _DRAWING

@@ -42,23 +42,23 @@ from .history import (
 )
 from .ledger import LOCK, Ledger, LedgerError, Row, open_blocks
 
-BLOCK = 64  # releases that a process may have reserved, or half as many as it made
-SHARE = 8  # a block takes at most one part in so many of what fits
-_LOWERED = 1.05  # by how much a block for falling noise has less noise
+BLOCK = 64  # a process reserves at most so many releases, or half of those it has made
+SHARE = 8  # a block takes at most 1/SHARE of what still fits
+_LOWERED = 1.05  # if the noise falls, a block is reserved for noise so many times smaller
 
 _IN_THE_MIDDLE = (
     "a signal handler called this accountant during a charge: let the handler raise SystemExit or"
     " KeyboardInterrupt instead; reserved steps are returned."
 )
-# Whether a charge is being made: beside the lock, which a handler in the same thread can take.
+# Whether a charge is being made. The lock does not tell: a handler in the same thread gets it.
 _is_busy = False
 
 
 T = TypeVar("T")
 _log = logging.getLogger("torch_dpbayes")
 
-# job, and whether it is a later one, by file: a process that opens a file again, as a notebook's
-# cell that runs twice, goes on with the same job
+# For each file its job, and whether that is a later job. If a process opens a file again, as a
+# notebook's cell does that runs twice, it goes on with the same job.
 jobs_of_this_process: dict[str, tuple[str, bool]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=jobs_of_this_process.clear)
@@ -345,7 +345,7 @@ class Exclusive:
         self._run: _Run | None = None
         self._last: DpEvent | None = None
         self._settle_at_exit()
-        # what was unpickled in a fork server's worker before it forgets finalizers
+        # a fork server's worker forgets finalizers after it has unpickled its arguments
         util.register_after_fork(self, Exclusive._settle_at_exit)
 
     def _settle_at_exit(self) -> None:
@@ -361,7 +361,7 @@ class Exclusive:
             while True:
                 session = self._begin()
                 session.refresh()
-                if session is self.session:  # else a signal's handler began anew
+                if session is self.session:  # a signal's handler may have begun a new session
                     session.stale = False
                     return what(session)
 
@@ -452,7 +452,7 @@ def _settle_quietly(session: Session) -> None:
     """
     global _is_busy
     with LOCK, suppress(DPBayesError, OSError):
-        if not _is_busy:  # else an accountant is collected in the middle of a charge
+        if not _is_busy:  # it is, if an accountant is collected in the middle of a charge
             was_stale, session.stale, _is_busy = session.stale, True, True
             try:
                 session.settle(in_doubt=was_stale)

@@ -40,9 +40,9 @@ _TAKEN_OVER = (
     "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
     " persistent_workers"
 ).split()
-_RECORDS = 5  # synthetic ones, which are compared
-_TOLERANCE = 1e-4  # of sums in another order
-_PLAIN = ("builtins", "collections")  # where containers are defined that mix nothing
+_RECORDS = 5  # synthetic records of a comparison
+_TOLERANCE = 1e-4  # the order of a sum changes its rounding
+_PLAIN = ("builtins", "collections")  # modules whose containers mix no records
 _VOUCHED = "collate_fn gets whole batches: you vouch that it does not mix records"
 _RANDOM = (
     "collate_fn draws random numbers. It runs for each record alone, so what mixup draws once for a"
@@ -160,7 +160,7 @@ class PoissonLoader(DPDataLoader):
         # not with worker_init_fn, which may look for the user's data set
         is_at_once = then is None and self.recordwise.is_torchs and BatchedDataset.fits(dataset)
         is_alone = reads_whole_batches(dataset)
-        # torch's own code, which reads at once, draws nothing
+        # a batch that torch's own code reads at once needs no random numbers
         self._private_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         if not is_at_once:
             devices = {t.device for t in tensors_in(collate_fn([record]))}
@@ -190,8 +190,8 @@ class PoissonLoader(DPDataLoader):
             f" average, {len(self)} batches a pass{shared})"
         )
 
-    # read-only, as steps are charged for the rate, parts of draws need the main process, and the
-    # collate function keeps records apart
+    # Read-only: steps are charged for the rate, parts of a draw need the main process, and the
+    # collate function keeps records apart.
     num_workers = property(lambda self: self.__dict__["num_workers"], _refuse)
     collate_fn = property(lambda self: self.__dict__["collate_fn"], _refuse)
     sample_rate = property(lambda self: self.sampler_of_draws.sample_rate, _refuse)
@@ -199,7 +199,7 @@ class PoissonLoader(DPDataLoader):
         lambda self: self.sample_rate * self.sampler_of_draws.num_samples
     )
 
-    # the sampler, which knows what was drawn and delivered
+    # it knows what was drawn and delivered
     sampler_of_draws: PoissonSampler = property(attrgetter("batch_sampler"))  # type: ignore[assignment]
 
     def aside(self) -> PoissonLoader:
@@ -230,7 +230,7 @@ class PoissonLoader(DPDataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         sampler, this, process = self.sampler_of_draws, 0, this_process()
-        if self.num_workers > 0:  # torch closes pipes twice of workers whose sampler raises
+        if self.num_workers > 0:  # errors of samplers in torch's loop close workers' pipes twice
             sampler.look_at_data()
         for batch in self._read():
             if self.num_workers > 0 and this_process() != process:
@@ -247,7 +247,7 @@ class PoissonLoader(DPDataLoader):
             yield batch
 
     def _read(self) -> Iterator[Any]:
-        with self._private_numbers():  # of which workers get their seeds
+        with self._private_numbers():  # workers get their seeds from these
             batches = super().__iter__() if self._batched is None else iter(self._batched)
         if self.num_workers > 0:
             return batches
@@ -380,7 +380,7 @@ class RecordwiseCollate:
                 rest = iter(whole)
                 batch = map_tensors(parts[0], lambda _: next(rest))
                 found = [(id(t), writes_into(t)) for t in tensors_in(batch)]
-                if found == [(id(t), 0) for t in whole]:  # by code of a container's own
+                if found == [(id(t), 0) for t in whole]:  # no container's own code changed them
                     return batch
         raise ArgumentError(
             "collate_fn gets each record alone, and must return tensors with one row and the same"
