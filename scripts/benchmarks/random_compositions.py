@@ -474,9 +474,8 @@ class Draws:
         others = events.SelfComposedDpEvent(events.GaussianDpEvent(two), number)
         inner = events.ComposedDpEvent([events.GaussianDpEvent(one), others])
         z = (1 / one**2 + number / two**2) ** -0.5
-        return Drawn(
-            events.PoissonSampledDpEvent(q, inner), partial(of_poisson, q, z, self.replace)
-        )
+        event = events.PoissonSampledDpEvent(q, inner)
+        return Drawn(event, partial(of_poisson, q, z, self.replace))
 
     def fixed_size(self) -> Drawn:
         size, z = int(self.rng.integers(50, 5000)), self.log(1.5, 8.0)
@@ -561,9 +560,8 @@ class Draws:
 
     def epsilon_delta(self) -> Drawn:
         epsilon, delta = self.log(0.02, 1.0), float(self.delta * self.rng.uniform(1e-3, 0.2))
-        return Drawn(
-            mechanisms.EpsilonDeltaDpEvent(epsilon, delta), partial(of_pure, epsilon), delta
-        )
+        event = mechanisms.EpsilonDeltaDpEvent(epsilon, delta)
+        return Drawn(event, partial(of_pure, epsilon), delta)
 
     def selection(self) -> Drawn:
         """Its price is a pair (epsilon, delta); the reference is the best of Gaussian releases."""
