@@ -1,26 +1,36 @@
 #!/usr/bin/env python3
-"""Epsilon, seconds and memory of this library's accountant beside other people's.
+"""Epsilon and seconds of this library's accountant beside other people's.
 
     python bench_accounting.py [--others] [--scattered] [--limit SECONDS]
 
 Everything runs on one core. ``--scattered`` measures only schedules in which noise and rate
 scatter, against the integral over their cumulant (``random_compositions.py``). ``--others`` also
-runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is installed, prv-accountant; some
-of these take minutes. ``--limit`` stops any one of them after so many seconds.
+runs dp_accounting (PLD and RDP) and Opacus (RDP and PRV); some of these take minutes. ``--limit``
+stops any one of them after so many seconds.
 """
 
 import argparse
 import math
 import multiprocessing
 import os
-import resource
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
+os.environ.update(
+    dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+)
+
+import dp_accounting as dpa
+import numpy as np
+from opacus.accountants import create_accountant
+from opacus.accountants.utils import get_noise_multiplier as opacus_noise_multiplier
+from random_compositions import of_poisson, truth
+
+from torch_dpbayes.accounting import PrivacyAccountant, get_noise_multiplier
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 
 DELTA = 1e-5
 Case = tuple[str, float, float, int, str, float]
@@ -39,111 +49,60 @@ HOMOGENEOUS: list[Case] = [
 SCHEDULE_REFERENCE = 2.2444
 
 
-def ours(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    """This library."""
-    from torch_dpbayes.accounting import PrivacyAccountant
-    from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-
-    accountant = PrivacyAccountant(neighboring=neighboring)  # type: ignore[arg-type]
+def ours(noises: Iterable[float], rate: float, each: int, neighboring: Any) -> float:
+    accountant = PrivacyAccountant(neighboring=neighboring)
     for noise in noises:
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), each)
     return accountant.get_epsilon(DELTA)
 
 
-def dp_accounting_pld(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    """dp_accounting's PLD accountant, at its default discretisation."""
-    import dp_accounting as dpa
-
-    accountant = dpa.pld.PLDAccountant(dpa.NeighboringRelation[neighboring.upper()])
+def dp_accounting(
+    kind: Callable[..., Any], noises: Iterable[float], rate: float, each: int, neighboring: str
+) -> float:
+    """At its default discretisation or orders. RDP refuses Poisson sampling under replace_one."""
+    accountant = kind(neighboring_relation=dpa.NeighboringRelation[neighboring.upper()])
     for noise in noises:
         accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), each)
     return float(accountant.get_epsilon(DELTA))
 
 
-def dp_accounting_rdp(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    """dp_accounting's RDP accountant; it refuses Poisson sampling under replace_one."""
-    import dp_accounting as dpa
-
-    accountant = dpa.rdp.RdpAccountant(
-        neighboring_relation=dpa.NeighboringRelation[neighboring.upper()]
-    )
-    for noise in noises:
-        accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), each)
-    return float(accountant.get_epsilon(DELTA))
-
-
-def _opacus(name: str, noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    from opacus.accountants import create_accountant
-
+def opacus(kind: str, noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
     if neighboring != "add_or_remove_one":
         raise ValueError("Opacus knows add_or_remove_one only")
-    accountant: Any = create_accountant(name)
+    accountant: Any = create_accountant(kind)
     accountant.history = [(noise, rate, each) for noise in noises]
     return float(accountant.get_epsilon(DELTA))
 
 
-def opacus_rdp(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    """Opacus' RDP accountant."""
-    return _opacus("rdp", noises, rate, each, neighboring)
-
-
-def opacus_prv(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    """Opacus' PRV accountant."""
-    return _opacus("prv", noises, rate, each, neighboring)
-
-
-def prv_accountant(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
-    """prv-accountant (Gopi, Lee, Wutschitz 2021), upper bound; one direction only."""
-    import prv_accountant as prv
-
-    if neighboring != "add_or_remove_one":
-        raise ValueError("prv-accountant knows add_or_remove_one only")
-    noises = list(noises)
-    accountant = prv.PRVAccountant(
-        prvs=[
-            prv.PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=rate)
-            for z in noises
-        ],
-        max_self_compositions=[each] * len(noises),
-        eps_error=0.01,
-        delta_error=DELTA / 1000,
-    )
-    return float(
-        accountant.compute_epsilon(delta=DELTA, num_self_compositions=[each] * len(noises))[2]
-    )
-
-
-OTHERS = (dp_accounting_pld, dp_accounting_rdp, opacus_rdp, opacus_prv, prv_accountant)
+Accountants = Mapping[str, Callable[..., float]]
+OTHERS: Accountants = {
+    "dp_accounting PLD": partial(dp_accounting, dpa.pld.PLDAccountant),
+    "dp_accounting RDP": partial(dp_accounting, dpa.rdp.RdpAccountant),
+    "Opacus RDP": partial(opacus, "rdp"),
+    "Opacus PRV": partial(opacus, "prv"),
+}
 
 
 def measured(
     function: Callable[..., float], arguments: tuple[Any, ...], limit: float
-) -> tuple[float, float, float] | str:
-    """(result, seconds, peak megabytes above the imports) of one call in a process of its
-    own, or why there is none.
-    """
+) -> tuple[float, float] | str:
+    """Result and seconds of one call in a process of its own, or why there is none."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
     def work() -> None:
-        import warnings
-
         warnings.simplefilter("ignore")
         try:
-            function([5.0], 0.1, 1, "add_or_remove_one")  # imports, and what is computed once
+            function([5.0], 0.1, 1, "add_or_remove_one")  # what is computed once
         except Exception:
             pass
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
         try:
             value = function(*arguments)
         except Exception as error:
             sender.send(f"{type(error).__name__}: {str(error)[:60]}")
             return
-        seconds = time.perf_counter() - start
-        sender.send(
-            (value, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-        )
+        sender.send((value, time.perf_counter() - start))
 
     process = context.Process(target=work)
     process.start()
@@ -154,73 +113,30 @@ def measured(
 
 
 def report(
-    name: str,
-    reference: float,
-    arguments: tuple[Any, ...],
-    accountants: Iterable[Any],
-    limit: float,
+    name: str, reference: float, arguments: tuple[Any, ...], others: Accountants, limit: float
 ) -> None:
     print(f"\n{name}   (reference {reference:g})")
-    own_seconds = math.nan
-    for function in (ours, *accountants):
-        outcome = measured(function, arguments, limit)
-        if isinstance(outcome, str):
-            print(f"  {function.__name__:<18} {outcome}")
-            continue
-        value, seconds, memory = outcome
-        if function is ours:
-            own_seconds = seconds
-        print(
-            f"  {function.__name__:<18} epsilon {value:10.5f}  {value / reference - 1:+8.3%} "
-            f" {seconds:9.3f} s  x{seconds / own_seconds:<8.1f} {memory:7.1f} MB"
-        )
+    for who, function in {"here": ours, **others}.items():
+        found = measured(function, arguments, limit)
+        if not isinstance(found, str):
+            epsilon, seconds = found
+            found = f"epsilon {epsilon:10.5f}  {epsilon / reference - 1:+8.3%}  {seconds:9.3f} s"
+        print(f"  {who:<18} {found}", flush=True)
 
 
-def calibrate_ours(epsilon: float, rate: float, steps: int, neighboring: str) -> float:
-    """This library's get_noise_multiplier."""
-    from torch_dpbayes.accounting import get_noise_multiplier
-
-    return get_noise_multiplier(
-        target_epsilon=epsilon,
-        target_delta=DELTA,
-        sample_rate=rate,
-        steps=steps,
-        neighboring=neighboring,  # type: ignore[arg-type]
-    )
-
-
-def calibrate_opacus(epsilon: float, rate: float, steps: int, neighboring: str) -> float:
-    """Opacus' get_noise_multiplier with PRV."""
-    from opacus.accountants.utils import get_noise_multiplier
-
-    if neighboring != "add_or_remove_one":
-        raise ValueError("Opacus knows add_or_remove_one only")
-    return float(
-        get_noise_multiplier(
-            target_epsilon=epsilon,
-            target_delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
-            accountant="prv",
-            epsilon_tolerance=1e-3,
-        )
-    )
-
-
-def calibration(others: bool, limit: float) -> None:
+def calibration(has_others: bool, limit: float) -> None:
+    theirs = partial(opacus_noise_multiplier, accountant="prv", epsilon_tolerance=1e-3)
     for epsilon, rate, steps in ((1.0, 0.01, 10_000), (3.0, 0.004, 5_000), (8.0, 0.02, 1_000)):
         print(f"\nnoise multiplier for epsilon={epsilon:g} q={rate:g} n={steps}")
-        for function in (calibrate_ours, calibrate_opacus) if others else (calibrate_ours,):
-            outcome = measured(function, (epsilon, rate, steps, "add_or_remove_one"), limit)
-            if isinstance(outcome, str):
-                print(f"  {function.__name__:<18} {outcome}")
-            else:
-                value, seconds, _ = outcome
-                spent = ours([value], rate, steps, "add_or_remove_one")
-                print(
-                    f"  {function.__name__:<18} z {value:8.5f}  epsilon/target"
-                    f" {spent / epsilon:8.5f}  {seconds:7.3f} s"
-                )
+        target = {"target_epsilon": epsilon, "target_delta": DELTA, "sample_rate": rate}
+        functions = {"here": get_noise_multiplier} | ({"Opacus PRV": theirs} if has_others else {})
+        for who, function in functions.items():
+            found = measured(partial(function, **target, steps=steps), (), limit)
+            if not isinstance(found, str):
+                z, seconds = found
+                share = ours([z], rate, steps, "add_or_remove_one") / epsilon
+                found = f"z {z:8.5f}  epsilon/target {share:8.5f}  {seconds:7.3f} s"
+            print(f"  {who:<18} {found}", flush=True)
 
 
 def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
@@ -229,8 +145,6 @@ def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> flo
     A release's cumulant is smooth in the logarithms of noise and rate: that of all is their
     interpolation from so many Chebyshev points.
     """
-    import numpy as np
-    from random_compositions import of_poisson, truth
 
     def interpolated(values: Any, number: int) -> tuple[Any, Any]:
         low, high = np.log(values.min()), np.log(values.max())
@@ -255,11 +169,6 @@ def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> flo
 
 def scattered(number: int, replace: bool) -> None:
     """So many releases, all different."""
-    import numpy as np
-
-    from torch_dpbayes.accounting import PrivacyAccountant
-    from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-
     rng = np.random.default_rng()
     noise = np.exp(rng.uniform(math.log(0.6), math.log(4), number))
     rate = np.exp(rng.uniform(math.log(1e-3), math.log(0.03), number))
@@ -279,13 +188,6 @@ def scattered(number: int, replace: bool) -> None:
     )
 
 
-def schedule(levels: int, steps: int = 10_000) -> list[float]:
-    """As many different multipliers as ``levels``, between the ends of theory's schedule z_t
-    = sqrt(1 + t / 1000).
-    """
-    return [math.sqrt(1 + t * steps / levels / 1000) for t in range(levels)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -303,16 +205,12 @@ def main() -> None:
             for replace in (False, True):
                 scattered(number, replace)
         return
-    others = OTHERS if arguments.others else ()
+    others = OTHERS if arguments.others else {}
     for name, noise, rate, steps, neighboring, reference in HOMOGENEOUS:
         report(name, reference, ([noise], rate, steps, neighboring), others, arguments.limit)
-    report(
-        "10,000 different multipliers, q=.01",
-        SCHEDULE_REFERENCE,
-        (schedule(10_000), 0.01, 1, "add_or_remove_one"),
-        others,
-        arguments.limit,
-    )
+    schedule = [math.sqrt(1 + step / 1000) for step in range(10_000)]
+    given = schedule, 0.01, 1, "add_or_remove_one"
+    report("10,000 multipliers, q=.01", SCHEDULE_REFERENCE, given, others, arguments.limit)
     calibration(arguments.others, arguments.limit)
 
 

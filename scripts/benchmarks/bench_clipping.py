@@ -22,245 +22,225 @@ ones have made one before) is not in it; parameters, data, gradients and buffers
 import argparse
 import gc
 import json
+import operator
 import os
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_dpbayes as dpb
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
+from torch_dpbayes.per_sample.operations import Delivery
+
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-WAYS = {
-    "plain": "plain SGLD",
-    "ours": "torch_dpbayes",
-    "vouched": "torch_dpbayes, vouched for",
-    "vmap": "vmap",
-    "hooks": "Opacus hooks",
-    "ghost": "Opacus ghost",
-}
-MODELS = ("logistic", "mlp", "cnn", "resnet", "transformer")
+WAYS = ("plain", "ours", "vouched", "vmap", "hooks", "ghost")
 LR, CLIP, RECORDS = 0.01, 1.0, 32561
+Made = tuple[nn.Module, Tensor, Tensor]
+Step = Callable[[], None]
 
 
-def model_and_batch(name: str, batches: int) -> tuple[Any, Any, Any]:
-    """A model, ``batches`` times its batch, and the labels."""
-    net, x, y = _model_and_batch(name)
-    return net, x.repeat(batches, *[1] * (x.dim() - 1)), y.repeat(batches)
+# -- models, each with a batch and its labels ------------------------------------------------------
 
 
-def _model_and_batch(name: str) -> tuple[Any, Any, Any]:
-    import torch
-    from torch import nn
+class Residual(nn.Module):
+    """Two convolutions with GroupNorm; ``first`` normalises before them (wide ResNet) or after."""
 
-    class Block(nn.Module):
-        def __init__(self, channels: int, width: int, stride: int) -> None:
-            super().__init__()
-            self.body = nn.Sequential(
-                nn.Conv2d(channels, width, 3, stride, 1, bias=False),
-                nn.GroupNorm(8, width),
-                nn.ReLU(),
-                nn.Conv2d(width, width, 3, 1, 1, bias=False),
-                nn.GroupNorm(8, width),
-            )
-            self.short = (
-                nn.Identity() if stride == 1 else nn.Conv2d(channels, width, 1, stride, bias=False)
-            )
+    def __init__(self, width_in: int, width: int, stride: int, groups: int, *, first: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, width_in if first else width)
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        is_same, self.first = width_in == width and stride == 1, first
+        self.short = nn.Identity() if is_same else nn.Conv2d(width_in, width, 1, stride, bias=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.short(x) + self.body(x))
-
-    class Attention(nn.Module):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__()
-            self.qkv, self.out, self.heads = (
-                nn.Linear(width, 3 * width),
-                nn.Linear(width, width),
-                heads,
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (
-                t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2)
-            )
-            return self.out(
-                nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            )
-
-    class Encoder(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.attention, self.first, self.second = (
-                Attention(width, 4),
-                nn.LayerNorm(width),
-                nn.LayerNorm(width),
-            )
-            self.feed = nn.Sequential(
-                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.attention(self.first(x))
-            return x + self.feed(self.second(x))
-
-    class Transformer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(1000, 128)
-            self.layers = nn.Sequential(Encoder(128), Encoder(128), nn.LayerNorm(128))
-            self.head = nn.Linear(128, 10)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.layers(self.tokens(x)).mean(1))
-
-    if name == "tiny":
-        return nn.Linear(2, 2), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
-    if name == "tiny convolution":
-        return (
-            nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()),
-            torch.randn(4, 1, 3, 3),
-            torch.zeros(4, dtype=torch.long),
-        )
-    if name == "logistic":
-        return nn.Linear(109, 2), torch.randn(181, 109), torch.randint(2, (181,))
-    if name == "mlp":
-        net = nn.Sequential(
-            nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-        )
-        return net, torch.randn(256, 784), torch.randint(10, (256,))
-    if name == "cnn":  # LeNet-5 with ReLU and max pooling
-        net = nn.Sequential(
-            nn.Conv2d(1, 6, 5, padding=2),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(400, 120),
-            nn.ReLU(),
-            nn.Linear(120, 84),
-            nn.ReLU(),
-            nn.Linear(84, 10),
-        )
-        return net, torch.randn(256, 1, 28, 28), torch.randint(10, (256,))
-    if name == "resnet":  # He et al. (2016), 20 layers for CIFAR, with GroupNorm
-        blocks, channels = [], 16
-        for width, stride in (
-            (16, 1),
-            (16, 1),
-            (16, 1),
-            (32, 2),
-            (32, 1),
-            (32, 1),
-            (64, 2),
-            (64, 1),
-            (64, 1),
-        ):
-            blocks.append(Block(channels, width, stride))
-            channels = width
-        stem = (nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU())
-        net = nn.Sequential(
-            *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
-        )
-        return net, torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
-    return Transformer(), torch.randint(1000, (32, 128)), torch.randint(10, (32,))
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            h = self.conv1(F.relu(self.norm1(x)))
+            return self.conv2(F.relu(self.norm2(h))) + self.short(x)
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.short(x))
 
 
-def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
-    """A function that makes one step."""
-    import torch
-    import torch.nn.functional as F
+def residual(
+    batch: int, widths: list[int], blocks: int, groups: int, *, first: bool, stem: bool = False
+) -> Made:
+    """``stem``: the first convolution is normalised, too, as in ResNets for CIFAR."""
+    before = 16 if first else widths[0]
+    layers: list[nn.Module] = [nn.Conv2d(3, before, 3, 1, 1, bias=False)]
+    layers += [nn.GroupNorm(groups, before), nn.ReLU()] if stem else []
+    for place, width in enumerate(widths):
+        for block in range(blocks):
+            stride = 2 if block == 0 and place > 0 else 1
+            layers.append(Residual(before, width, stride, groups, first=first))
+            before = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
+    return nn.Sequential(*layers), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
 
-    torch.set_num_threads(1)
-    net, x, y = model_and_batch(name, batches)
-    n = len(x)
-    noise_multiplier = n / CLIP * (2 / (LR * RECORDS)) ** 0.5
-    if way == "plain":
-        parameters = list(net.parameters())
-        std = (2 / (LR * RECORDS)) ** 0.5
 
-        def step() -> None:
-            net.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            with torch.no_grad():
-                for p in parameters:
-                    assert p.grad is not None
-                    p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
-                    p.add_(p.grad, alpha=-LR)
+def mlp(batch: int) -> Made:
+    first, second = nn.Linear(784, 1024), nn.Linear(1024, 1024)
+    net = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(1024, 10))
+    return net, torch.randn(batch, 784), torch.randint(10, (batch,))
 
-    elif way in ("ours", "vouched", "vmap"):
-        import torch_dpbayes as dpb
-        from torch_dpbayes.per_sample.bookkeeping import (
-            BookkeepingGradientSource,
-            VmapGradientSource,
-        )
-        from torch_dpbayes.per_sample.operations import Delivery
 
+def cnn(batch: int) -> Made:
+    """LeNet-5 with ReLU and max pooling."""
+    first, second = nn.Conv2d(1, 6, 5, padding=2), nn.Conv2d(6, 16, 5)
+    maps = nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    head = nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
+    net = nn.Sequential(first, *maps, *head)
+    return net, torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
+
+
+class Encoder(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.first, self.second, self.heads = nn.LayerNorm(width), nn.LayerNorm(width), heads
+        wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.feed = nn.Sequential(*wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.first(x)).chunk(3, 2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.out(found)
+        return x + self.feed(self.second(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(1000, 128)
+        self.layers = nn.Sequential(Encoder(128, 4), Encoder(128, 4), nn.LayerNorm(128))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(x)).mean(1))
+
+
+def tiny_convolution() -> Made:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    return net, torch.randn(4, 1, 3, 3), torch.zeros(4, dtype=torch.long)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "logistic": lambda: (nn.Linear(109, 2), torch.randn(181, 109), torch.randint(2, (181,))),
+    "mlp": partial(mlp, 256),
+    "cnn": partial(cnn, 256),
+    # He et al. (2016), 20 layers for CIFAR, with GroupNorm
+    "resnet": partial(residual, 64, [16, 32, 64], 3, 8, first=False, stem=True),
+    "transformer": lambda: (
+        Transformer(),
+        torch.randint(1000, (32, 128)),
+        torch.randint(10, (32,)),
+    ),
+}
+TINY: dict[str, Callable[[], Made]] = {
+    "tiny": lambda: (nn.Linear(2, 2), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)),
+    "tiny convolution": tiny_convolution,
+}
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def private_step(
+    way: str,
+    made: Made,
+    num_data: int,
+    noise_multiplier: float,
+    temperature: float,
+    outputs: Callable[[nn.Module, Tensor], Tensor] = operator.call,
+) -> Step:
+    """A function that makes one step of this library, or of Opacus without the temperature.
+    ``outputs`` are those of a model for a batch.
+    """
+    net, x, y = made
+    common: dict[str, Any] = {"expected_batch_size": len(x), "max_grad_norm": CLIP}
+    common["noise_multiplier"] = noise_multiplier
+    if way in ("ours", "vouched", "vmap"):
         # what make_private builds, less the loader, whose Poisson draws would vary the batch
         private = dpb.optim.DPSGLD(
             net.named_parameters(),
             LR,
-            num_data=RECORDS,
-            expected_batch_size=n,
-            max_grad_norm=CLIP,
+            num_data=num_data,
+            temperature=temperature,
             sampling="poisson",
+            **common,
         )
         private.release.source = (
             VmapGradientSource(net)
             if way == "vmap"
             else BookkeepingGradientSource(net, assume_independent=way == "vouched")
         )
-        deliver = Delivery(n)
+        deliver = Delivery(len(x))
 
         def step() -> None:
             private.zero_grad()
-            inputs, targets = (x, y) if way == "vouched" else deliver((x, y), n)
-            F.cross_entropy(net(inputs), targets).backward()
+            inputs, targets = (x, y) if way == "vouched" else deliver((x, y), len(x))
+            F.cross_entropy(outputs(net, inputs), targets).backward()
             private.step()
 
+        return step
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer
+    from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    theirs: Any
+    criterion: Callable[..., Any] = F.cross_entropy
+    sgd = torch.optim.SGD(net.parameters(), LR, weight_decay=1 / num_data)
+    if way == "hooks":
+        theirs, optimizer = GradSampleModule(net), DPOptimizer(sgd, **common)
     else:
-        import warnings
-
-        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizer
-        from opacus.optimizers.optimizer_fast_gradient_clipping import (
-            DPOptimizerFastGradientClipping,
+        theirs = GradSampleModuleFastGradientClipping(
+            net, max_grad_norm=CLIP, use_ghost_clipping=True
         )
-        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+        optimizer = DPOptimizerFastGradientClipping(sgd, **common)
+        criterion = DPLossFastGradientClipping(theirs, optimizer, nn.CrossEntropyLoss())
 
-        warnings.simplefilter("ignore")
-        options: dict[str, Any] = {
-            "noise_multiplier": noise_multiplier,
-            "max_grad_norm": CLIP,
-            "expected_batch_size": n,
-        }
-        if way == "hooks":
-            hooked = GradSampleModule(net)
-            theirs = DPOptimizer(
-                torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS), **options
-            )
+    def their_step() -> None:
+        optimizer.zero_grad()
+        criterion(outputs(theirs, x), y).backward()
+        optimizer.step()
 
-            def step() -> None:
-                theirs.zero_grad()
-                F.cross_entropy(hooked(x), y).backward()
-                theirs.step()
+    return their_step
 
-        else:
-            ghost = GradSampleModuleFastGradientClipping(
-                net, max_grad_norm=CLIP, use_ghost_clipping=True
-            )
-            fast = DPOptimizerFastGradientClipping(
-                torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS), **options
-            )
-            criterion = DPLossFastGradientClipping(ghost, fast, torch.nn.CrossEntropyLoss())
 
-            def step() -> None:
-                fast.zero_grad()
-                criterion(ghost(x), y).backward()
-                fast.step()
+def stepper(way: str, name: str, batches: int = 1) -> Step:
+    """One step of this model on ``batches`` times its batch."""
+    torch.set_num_threads(1)
+    net, x, y = (MODELS | TINY)[name]()
+    x, y = x.repeat(batches, *[1] * (x.dim() - 1)), y.repeat(batches)
+    std = (2 / (LR * RECORDS)) ** 0.5
+    if way != "plain":
+        return private_step(way, (net, x, y), RECORDS, len(x) / CLIP * std, 1.0)
+    parameters = list(net.parameters())
+
+    def step() -> None:
+        net.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        with torch.no_grad():
+            for p in parameters:
+                assert p.grad is not None
+                p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
+                p.add_(p.grad, alpha=-LR)
 
     return step
+
+
+# -- measures --------------------------------------------------------------------------------------
 
 
 def times(name: str, seconds: float, batches: int) -> dict[str, float]:
@@ -286,7 +266,7 @@ def peak(name: str, way: str, batches: int) -> dict[str, float]:
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
-    for small in ("tiny", "tiny convolution"):
+    for small in TINY:
         stepper(way, small)()
     gc.collect()
     before = status("VmRSS")
@@ -316,21 +296,20 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="for each model and allocator setting"
     )
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--batches", type=int, default=1, help="times the batch of each model")
     parser.add_argument("--times", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # Opacus' own
     if arguments.times:
         print(json.dumps(times(arguments.times, arguments.seconds, arguments.batches)))
         return
     if arguments.peak:
         print(json.dumps(peak(*arguments.peak, arguments.batches)))
         return
-    print(
-        "| model | | plain | torch_dpbayes | vouched | vmap | hooks | ghost"
-        " |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| model | | plain | torch_dpbayes | vouched | vmap | hooks | ghost |")
+    print("|---" * 8 + "|")
     for name in arguments.models:
         options = ["--seconds", str(arguments.seconds), "--batches", str(arguments.batches)]
         measured = {
@@ -344,7 +323,7 @@ def main() -> None:
             ("memory", "peak memory", "MiB"),
         ):
             base = measured[key]["plain"]
-            found = [measured[key][way] / max(base, 0.004) for way in list(WAYS)[1:]]
+            found = [measured[key][way] / max(base, 0.004) for way in WAYS[1:]]
             ratios = " | ".join(f"{ratio:.2f}" for ratio in found)
             print(f"| {name} | {title} | {base:.3g} {unit} | {ratios} |", flush=True)
 

@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # of both, at import
     import arviz
     import posteriors
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reproductions"))
+from reproduction import Row, markdown
 
 NUM_DATA, MOMENTUM, DELTA = 1000, 0.9, 1e-5
 DIMENSIONS = 10
@@ -185,45 +190,33 @@ def measured(chain: Tensor, truth: Tensor) -> dict[str, float]:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def compare(steps: int, num_samples: int) -> list[dict[str, Any]]:
+def shown(row: dict[str, Any]) -> Row:
+    """The row as the table has it."""
+    line = {"sampler": row["sampler"], "noise": f"{row['noise']:g}", "mean bias": "diverged"}
+    if math.isfinite(row["ESS"]):
+        line["mean bias"] = f"{row['mean bias']:.2f}"
+        line["variance ratio"] = f"{row['variance ratio']:.2f} ± {row['standard error']:.2f}"
+        line["ESS"] = f"{row['ESS']:.2g}"
+    return line | ({"epsilon": f"{row['epsilon']:.3g}"} if "epsilon" in row else {})
+
+
+def compare(steps: int, num_samples: int) -> list[Row]:
     """Rows of the table."""
-    rows: list[dict[str, Any]] = []
-    target = gaussian(num_samples)
+    rows, target = [], gaussian(num_samples)
     for name, noise in product(OURS, (1.0, 3.0)):
         if (name, noise) == ("DPSGHMC matched", 1.0):
             continue  # that is DPSGHMC
         chain, epsilon = ours(target, name, noise, steps)
         row = {"sampler": name, "noise": noise, **measured(chain, target.truth)}
-        rows.append({**row, "epsilon": epsilon})
+        rows.append(shown({**row, "epsilon": epsilon}))
     for name in THEIRS:
         found = measured(theirs(target, name, steps), target.truth)
-        rows.append({"sampler": f"posteriors {name}", "noise": 1.0, **found})
+        rows.append(shown({"sampler": f"posteriors {name}", "noise": 1.0, **found}))
     return rows
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| sampler | noise | mean bias | variance ratio | ESS | epsilon |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        measures = [
-            f"{row['mean bias']:.2f}",
-            f"{row['variance ratio']:.2f} ± {row['standard error']:.2f}",
-            f"{row['ESS']:.2g}",
-        ]
-        if math.isnan(row["ESS"]):
-            measures = ["diverged", "", ""]
-        epsilon = f"{row['epsilon']:.3g}" if "epsilon" in row else ""
-        cells = [row["sampler"], f"{row['noise']:g}", *measures, epsilon]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Bias and mixing of the samplers on a known posterior."
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="500 steps, to see that it runs")
     parser.add_argument("--steps", type=int, default=15_000, help="gradients of the whole data")
     options = parser.parse_args(arguments)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_clipping import LR, Made, Step, mlp, private_step, residual
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,49 +32,7 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, Vmap
 from torch_dpbayes.per_sample.operations import Delivery
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LR, CLIP, RECORDS = 0.01, 1.0, 50_000
-Made = tuple[nn.Module, Tensor, Tensor]
-
-
-class Residual(nn.Module):
-    """Two convolutions with GroupNorm; ``first`` normalises before them (wide ResNet) or after."""
-
-    def __init__(self, width_in: int, width: int, stride: int, groups: int, *, first: bool) -> None:
-        super().__init__()
-        self.norm1 = nn.GroupNorm(groups, width_in if first else width)
-        self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
-        self.norm2, self.conv2 = (
-            nn.GroupNorm(groups, width),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False),
-        )
-        is_same, self.first = width_in == width and stride == 1, first
-        self.short = nn.Identity() if is_same else nn.Conv2d(width_in, width, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.first:
-            h = self.conv1(F.relu(self.norm1(x)))
-            return self.conv2(F.relu(self.norm2(h))) + self.short(x)
-        h = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(h)) + self.short(x))
-
-
-def residual(widths: list[int], blocks: int, groups: int, batch: int, *, first: bool) -> Made:
-    layers: list[nn.Module] = [nn.Conv2d(3, 16 if first else widths[0], 3, 1, 1, bias=False)]
-    before = 16 if first else widths[0]
-    for place, width in enumerate(widths):
-        for block in range(blocks):
-            stride = 2 if block == 0 and place > 0 else 1
-            layers.append(Residual(before, width, stride, groups, first=first))
-            before = width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
-    return nn.Sequential(*layers), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
-
-
-def mlp(batch: int) -> Made:
-    net = nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
-    return net, torch.randn(batch, 784), torch.randint(10, (batch,))
+RECORDS = 50_000
 
 
 def vit(batch: int) -> Made:
@@ -109,11 +68,13 @@ def gpt2(batch: int) -> Made:
     return net, torch.randint(50000, (batch, 256)), torch.randint(50000, (batch,))
 
 
+resnet18 = partial(residual, widths=[64, 128, 256, 512], blocks=2, groups=8, first=False)
+wrn16_4 = partial(residual, widths=[64, 128, 256], blocks=2, groups=16, first=True)
 # By name: what makes it, its batch, and one for a machine without a GPU.
 MODELS: dict[str, tuple[Callable[[int], Made], int, int]] = {
     "mlp": (mlp, 1024, 8),
-    "resnet18": (partial(residual, [64, 128, 256, 512], 2, 8, first=False), 256, 4),
-    "wrn16_4": (partial(residual, [64, 128, 256], 2, 16, first=True), 512, 4),
+    "resnet18": (resnet18, 256, 4),
+    "wrn16_4": (wrn16_4, 512, 4),
     "vit_s": (vit, 64, 2),
     "bert": (bert, 32, 2),
     "gpt2": (gpt2, 16, 2),
@@ -128,76 +89,28 @@ def made(name: str) -> Made:
     return net.train(), x, y
 
 
-def stepper(way: str, name: str, *, is_half: bool) -> Callable[[], None]:
+def stepper(way: str, name: str, *, is_half: bool) -> Step:
     """A function that makes one step."""
     net, x, y = made(name)
-    batch = len(x)
 
-    def outputs(model: nn.Module, given: Any) -> Any:
+    def outputs(model: nn.Module, given: Tensor) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=is_half):
-            return model(given)
+            found: Tensor = model(given)
+        return found.float()
 
-    if way == "plain":
-        parameters = list(net.parameters())
+    if way != "plain":
+        return private_step(way, (net, x, y), RECORDS, 1.0, 0.0, outputs)
+    parameters = list(net.parameters())
 
-        def step() -> None:
-            net.zero_grad()
-            F.cross_entropy(outputs(net, x).float(), y).backward()
-            with torch.no_grad():
-                gradients = [p.grad for p in parameters]
-                noise = [torch.randn_like(p) for p in parameters]
-                torch._foreach_add_(gradients, noise, alpha=1 / batch)
-                torch._foreach_add_(gradients, parameters, alpha=1 / RECORDS)
-                torch._foreach_add_(parameters, gradients, alpha=-LR)
-
-    elif way == "ours":
-        private = dpb.optim.DPSGLD(
-            net.named_parameters(),
-            LR,
-            num_data=RECORDS,
-            expected_batch_size=batch,
-            max_grad_norm=CLIP,
-            noise_multiplier=1.0,
-            temperature=0.0,
-            sampling="poisson",
-        )
-        private.release.source = BookkeepingGradientSource(net)
-        deliver = Delivery(batch)
-
-        def step() -> None:
-            private.zero_grad()
-            inputs, targets = deliver((x, y), batch)
-            F.cross_entropy(outputs(net, inputs).float(), targets).backward()
-            private.step()
-
-    else:
-        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizer
-        from opacus.optimizers.optimizer_fast_gradient_clipping import (
-            DPOptimizerFastGradientClipping as Fast,
-        )
-        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-        numbers: dict[str, Any] = {
-            "noise_multiplier": 1.0,
-            "max_grad_norm": CLIP,
-            "expected_batch_size": batch,
-        }
-        sgd = torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS)
-        is_ghost = way == "ghost"
-        theirs: Any = (
-            GradSampleModuleFastGradientClipping(net, max_grad_norm=CLIP, use_ghost_clipping=True)
-            if is_ghost
-            else GradSampleModule(net)
-        )
-        optimizer: Any = (Fast if is_ghost else DPOptimizer)(sgd, **numbers)
-        ghost = DPLossFastGradientClipping(theirs, optimizer, nn.CrossEntropyLoss())
-        criterion = ghost if is_ghost else F.cross_entropy
-
-        def step() -> None:
-            optimizer.zero_grad()
-            criterion(outputs(theirs, x).float(), y).backward()
-            optimizer.step()
+    def step() -> None:
+        net.zero_grad()
+        F.cross_entropy(outputs(net, x), y).backward()
+        with torch.no_grad():
+            gradients = [p.grad for p in parameters]
+            noise = [torch.randn_like(p) for p in parameters]
+            torch._foreach_add_(gradients, noise, alpha=1 / len(x))
+            torch._foreach_add_(gradients, parameters, alpha=1 / RECORDS)
+            torch._foreach_add_(parameters, gradients, alpha=-LR)
 
     return step
 
@@ -254,13 +167,8 @@ def check(mode: str, precision: str) -> str:
     off = float((torch.cat(out).double() - truth).norm() / truth.norm())
     source.discard([p for _, p in named])
     for sampler in ("DPSGLD", "DPSGHMC", "DPSGNHT", "DPSGFS"):
-        options: dict[str, Any] = {
-            "num_data": 240,
-            "expected_batch_size": 24,
-            "max_grad_norm": clip,
-        }
-        if sampler == "DPSGFS":
-            options["fisher"] = "diagonal"
+        options: dict[str, Any] = {"fisher": "diagonal"} if sampler == "DPSGFS" else {}
+        options |= {"num_data": 240, "expected_batch_size": 24, "max_grad_norm": clip}
         private = getattr(dpb.optim, sampler)(named, 1e-4, sampling="poisson", **options)
         private.release.source = source
         inputs, targets = Delivery(len(x))((x, y), len(x))
@@ -276,7 +184,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
-def counts(step: Callable[[], None]) -> tuple[str, str]:
+def counts(step: Step) -> tuple[str, str]:
     """Launches, synchronisations and device time of one step, and where that time goes."""
     both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=both if DEVICE == "cuda" else both[:1]) as seen:

@@ -1,20 +1,21 @@
 """Do noise-aware posteriors cover? Parameters are drawn from the prior, records from the model, and
-the posterior's quantiles of the true parameters are kept: one line of JSON for each data set, so
-that a run that was interrupted goes on where it stopped.
+it is counted how many of the true parameters lie inside the posterior's central intervals.
 
-    python scripts/benchmarks/noise_aware_calibration.py results.jsonl --cells logistic_25 --sets 60
-    python scripts/benchmarks/noise_aware_calibration.py results.jsonl --table
+    python scripts/benchmarks/noise_aware_calibration.py --sets 5 [--cells logistic_25 beta]
+
+Finished data sets are lines of ``--results`` and are not made again. "sd / oracle's" is the mean
+standard deviation over that of :func:`oracle`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +28,10 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting.gdp import gaussian_mu
 from torch_dpbayes.noise_aware import posterior
 
-DELTA = 1e-5
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reproductions"))
+from reproduction import Row, finish, grouped, mean_and_error, parser_of
+
+DELTA, LEVELS = 1e-5, (0.5, 0.9)
 
 
 class Case(NamedTuple):
@@ -48,11 +52,7 @@ class Case(NamedTuple):
     oracle: float | None = None
 
 
-class Cell(NamedTuple):
-    """A row of the table: how its data sets are made, and the budget."""
-
-    make: Callable[[float], Case]
-    epsilon: float
+Make = Callable[[float], Case]  # of the budget
 
 
 def oracle(
@@ -85,7 +85,7 @@ def logistic_model(prior_std: float) -> Callable[..., None]:
 
 def logistic(
     size: int, prior_std: float, n: int, decades: float = 0.0, clip: float | None = None
-) -> Callable[[float], Case]:
+) -> Make:
     """Gaussian features whose standard deviations fall by so many decades; ``clip`` in units of the
     mean length of a score at the truth.
     """
@@ -106,7 +106,7 @@ def logistic(
     return make
 
 
-def with_constant(kind: str, size: int, prior_std: float, n: int) -> Callable[[float], Case]:
+def with_constant(kind: str, size: int, prior_std: float, n: int) -> Make:
     """A constant column and features that are half binary, or t(3)."""
 
     def make(epsilon: float) -> Case:
@@ -128,7 +128,7 @@ def with_constant(kind: str, size: int, prior_std: float, n: int) -> Callable[[f
     return make
 
 
-def rare_class(n: int) -> Callable[[float], Case]:
+def rare_class(n: int) -> Make:
     """An intercept of prior sd 4; the intercept is what counts."""
 
     def model(x: Tensor, y: Tensor) -> None:
@@ -147,7 +147,7 @@ def rare_class(n: int) -> Callable[[float], Case]:
     return make
 
 
-def beta(n: int, clip: float | None) -> Callable[[float], Case]:
+def beta(n: int, clip: float | None) -> Make:
     """Beta(a, b) with lognormal priors."""
 
     def model(x: Tensor) -> None:
@@ -165,7 +165,7 @@ def beta(n: int, clip: float | None) -> Callable[[float], Case]:
     return make
 
 
-def groups(n: int, count: int, has_slopes: bool = False) -> Callable[[float], Case]:
+def groups(n: int, count: int, has_slopes: bool = False) -> Make:
     """Varying intercepts, and perhaps slopes of the first feature."""
 
     def model(x: Tensor, g: Tensor, y: Tensor) -> None:
@@ -195,7 +195,7 @@ def groups(n: int, count: int, has_slopes: bool = False) -> Callable[[float], Ca
     return make
 
 
-def horseshoe(n: int, size: int) -> Callable[[float], Case]:
+def horseshoe(n: int, size: int) -> Make:
     """Logistic regression whose weights have half-Cauchy scales of their own and one in common."""
 
     def model(x: Tensor, y: Tensor) -> None:
@@ -216,7 +216,7 @@ def horseshoe(n: int, size: int) -> Callable[[float], Case]:
     return make
 
 
-def mixture(n: int) -> Callable[[float], Case]:
+def mixture(n: int) -> Make:
     """Two normal distributions of unknown places and shares, one above the other."""
 
     def model(x: Tensor) -> None:
@@ -238,7 +238,7 @@ def mixture(n: int) -> Callable[[float], Case]:
     return make
 
 
-def ordinal(n: int, size: int) -> Callable[[float], Case]:
+def ordinal(n: int, size: int) -> Make:
     """Four grades, whose cut points are unknown."""
 
     def law(u: Tensor, first: Tensor, gaps: Tensor) -> Any:
@@ -262,9 +262,7 @@ def ordinal(n: int, size: int) -> Callable[[float], Case]:
     return make
 
 
-def observed(
-    law: Callable[..., Any], size: int, n: int, extra: str | None = None
-) -> Callable[[float], Case]:
+def observed(law: Callable[..., Any], size: int, n: int, extra: str | None = None) -> Make:
     """y | x with a linear predictor of ``size`` weights N(0, 1), and perhaps a scale."""
 
     def model(x: Tensor, y: Tensor) -> None:
@@ -306,135 +304,91 @@ def probit(u: Tensor, _: None) -> Any:
     return dist.Bernoulli(torch.special.ndtr(u).clamp(1e-9, 1 - 1e-9))
 
 
-CELLS = {
-    "logistic_25": Cell(logistic(25, 3.0, 10_000), 1.0),
-    "logistic_8_sd_1": Cell(logistic(8, 1.0, 10_000), 1.0),
-    "logistic_8_eps_.3": Cell(logistic(8, 3.0, 10_000), 0.3),
+# rows of the table: how data sets are made, and ε
+CELLS: dict[str, tuple[Make, float]] = {
+    "logistic_25": (logistic(25, 3.0, 10_000), 1.0),
+    "logistic_8_sd_1": (logistic(8, 1.0, 10_000), 1.0),
+    "logistic_8_eps_.3": (logistic(8, 3.0, 10_000), 0.3),
     # condition numbers 100, 1,000 and 10,000 of the covariance
-    "correlated_100": Cell(logistic(60, 3.0, 10_000, 1.0), 1.0),
-    "correlated_1000": Cell(logistic(60, 3.0, 10_000, 1.5), 1.0),
-    "correlated_10000": Cell(logistic(60, 3.0, 10_000, 2.0), 1.0),
-    "binary_10": Cell(with_constant("binary", 10, 3.0, 10_000), 1.0),
-    "t3_10": Cell(with_constant("t3", 10, 3.0, 10_000), 1.0),
-    "binary_1000": Cell(with_constant("binary", 10, 1.0, 1000), 0.3),
-    "logistic_1000_eps_.1": Cell(logistic(8, 3.0, 1000), 0.1),
-    "logistic_1000": Cell(logistic(8, 3.0, 1000), 1.0),
-    "logistic_100000": Cell(logistic(8, 3.0, 100_000), 3.0),
-    "logistic_100": Cell(logistic(100, 1.0, 100_000), 3.0),
-    "rare_class": Cell(rare_class(20_000), 1.0),
-    "beta_1": Cell(beta(4000, 1.0), 1.0),
-    "beta_2": Cell(beta(4000, 2.0), 1.0),
-    "beta_6": Cell(beta(4000, 6.0), 1.0),
-    "beta": Cell(beta(4000, None), 1.0),
-    "groups_20": Cell(groups(10_000, 20), 1.0),
-    "poisson": Cell(observed(poisson, 5, 10_000), 1.0),
-    "probit": Cell(observed(probit, 5, 10_000), 1.0),
-    "student": Cell(observed(student, 5, 10_000, "scale"), 1.0),
-    "gamma": Cell(observed(gamma, 5, 10_000, "shape"), 1.0),
-    "negative_binomial": Cell(observed(negative_binomial, 5, 10_000, "shape"), 1.0),
-    "slopes_8": Cell(groups(10_000, 8, has_slopes=True), 1.0),
-    "horseshoe": Cell(horseshoe(10_000, 10), 1.0),
-    "mixture": Cell(mixture(10_000), 1.0),
-    "ordinal": Cell(ordinal(10_000, 5), 1.0),
-    "clip_.5": Cell(logistic(8, 2.0, 10_000, clip=0.5), 1.0),
-    "clip_1": Cell(logistic(8, 2.0, 10_000, clip=1.0), 1.0),
-    "clip_2": Cell(logistic(8, 2.0, 10_000, clip=2.0), 1.0),
-    "clip_5": Cell(logistic(8, 2.0, 10_000, clip=5.0), 1.0),
-    "logistic_2_eps_8": Cell(logistic(2, 1.0, 1000), 8.0),
+    "correlated_100": (logistic(60, 3.0, 10_000, 1.0), 1.0),
+    "correlated_1000": (logistic(60, 3.0, 10_000, 1.5), 1.0),
+    "correlated_10000": (logistic(60, 3.0, 10_000, 2.0), 1.0),
+    "binary_10": (with_constant("binary", 10, 3.0, 10_000), 1.0),
+    "t3_10": (with_constant("t3", 10, 3.0, 10_000), 1.0),
+    "binary_1000": (with_constant("binary", 10, 1.0, 1000), 0.3),
+    "logistic_1000_eps_.1": (logistic(8, 3.0, 1000), 0.1),
+    "logistic_1000": (logistic(8, 3.0, 1000), 1.0),
+    "logistic_100000": (logistic(8, 3.0, 100_000), 3.0),
+    "logistic_100": (logistic(100, 1.0, 100_000), 3.0),
+    "rare_class": (rare_class(20_000), 1.0),
+    "beta_1": (beta(4000, 1.0), 1.0),
+    "beta_2": (beta(4000, 2.0), 1.0),
+    "beta_6": (beta(4000, 6.0), 1.0),
+    "beta": (beta(4000, None), 1.0),
+    "groups_20": (groups(10_000, 20), 1.0),
+    "poisson": (observed(poisson, 5, 10_000), 1.0),
+    "probit": (observed(probit, 5, 10_000), 1.0),
+    "student": (observed(student, 5, 10_000, "scale"), 1.0),
+    "gamma": (observed(gamma, 5, 10_000, "shape"), 1.0),
+    "negative_binomial": (observed(negative_binomial, 5, 10_000, "shape"), 1.0),
+    "slopes_8": (groups(10_000, 8, has_slopes=True), 1.0),
+    "horseshoe": (horseshoe(10_000, 10), 1.0),
+    "mixture": (mixture(10_000), 1.0),
+    "ordinal": (ordinal(10_000, 5), 1.0),
+    "clip_.5": (logistic(8, 2.0, 10_000, clip=0.5), 1.0),
+    "clip_1": (logistic(8, 2.0, 10_000, clip=1.0), 1.0),
+    "clip_2": (logistic(8, 2.0, 10_000, clip=2.0), 1.0),
+    "clip_5": (logistic(8, 2.0, 10_000, clip=5.0), 1.0),
+    "logistic_2_eps_8": (logistic(2, 1.0, 1000), 8.0),
 }
 
 
-def one(name: str, number: int) -> dict[str, Any]:
-    """Ranks, widths and seconds of one data set."""
-    cell = CELLS[name]
-    torch.manual_seed(1_000_003 * list(CELLS).index(name) + number)
-    case = cell.make(cell.epsilon)
-    accountant = dpb.PrivacyAccountant(epsilon=cell.epsilon, delta=DELTA)
+def one(cell: str, number: int) -> Row:
+    """Shares of parameters inside intervals, the width, and seconds of one data set."""
+    make, epsilon = CELLS[cell]
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1_000_003 * list(CELLS).index(cell) + number)
+    case = make(epsilon)
+    accountant = dpb.PrivacyAccountant(epsilon=epsilon, delta=DELTA)
     started = time.process_time()
     found = posterior(
         case.model, *case.data, accountant=accountant, num_data=len(case.data[0]), **case.options
     )
     seconds = time.process_time() - started  # of one core
-    draws, mean, stddev = found.sample(4000), found.mean, found.stddev
-    ranks = {k: (draws[k] < v).double().mean(0).reshape(-1).tolist() for k, v in case.truth.items()}
-    misses = {k: ((v - mean[k]) / stddev[k]).reshape(-1).tolist() for k, v in case.truth.items()}
-    return {
-        "cell": name,
-        "set": number,
-        "ranks": ranks,
-        "misses": misses,
-        "stddev": {k: float(stddev[k].mean()) for k in case.truth},
-        "unconstrained": found.unconstrained_stddev.tolist(),
-        "oracle": case.oracle,
-        "seconds": seconds,
-        "pareto_k": found.pareto_k,
-        "effective": found.effective_sample_size,
-        "method": found.method,
-        "checks": found.checks,
-        "truth": {k: v.reshape(-1).tolist() for k, v in case.truth.items()},
-    }
+    draws = found.sample(4000)
+    below = [(draws[site] < value).double().mean(0).ravel() for site, value in case.truth.items()]
+    apart = (torch.cat(below) - 0.5).abs()
+    inside = {f"{level:.0%}": float((apart < level / 2).double().mean()) for level in LEVELS}
+    sd = fmean(float(found.stddev[site].mean()) for site in case.truth)
+    return inside | {"sd": sd, "oracle": case.oracle, "seconds": seconds}
 
 
-def covers(ranks: Sequence[float], level: float) -> float:
-    """The share inside the central interval."""
-    return sum(abs(r - 0.5) < level / 2 for r in ranks) / len(ranks)
+def table(rows: Sequence[Row]) -> list[Row]:
+    """A line for each cell, and one for all."""
+    lines = []
+    for (cell,), some in [*grouped(rows, "cell").items(), (("all",), rows)]:
+        line: Row = {"cell": cell, "data sets": len(some)}
+        for level in LEVELS:
+            mean, error = mean_and_error([row[f"{level:.0%}"] for row in some])
+            line[f"{level:.0%}"] = f"{mean:.2f}±{error:.2f}"
+        if cell != "all":
+            oracles = [row["oracle"] for row in some if row["oracle"] is not None]
+            line["sd / oracle's"] = (
+                fmean(row["sd"] for row in some) / fmean(oracles) if oracles else None
+            )
+            line["seconds"] = fmean(row["seconds"] for row in some)
+        lines.append(line)
+    return lines
 
 
-def table(path: Path) -> str:
-    """The cells that the file has."""
-    rows = defaultdict(list)
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        for site in row["ranks"]:
-            rows[row["cell"], site].append(row)
-    lines = [
-        "| cell | site | sets | covers 50 % | 90 % | rms z | max z | mean sd | oracle | s | k |"
-    ]
-    lines.append("|---" * 11 + "|")
-    for (cell, site), found in rows.items():
-        by_set = [[covers(row["ranks"][site], level) for row in found] for level in (0.5, 0.9)]
-        means = [sum(c) / len(c) for c in by_set]
-        errors = [
-            math.sqrt(sum((x - m) ** 2 for x in c) / max(len(c) - 1, 1) / len(c))
-            for c, m in zip(by_set, means, strict=True)
-        ]
-        z = [value for row in found for value in row["misses"][site]]
-
-        def mean_of(key: Callable[[dict[str, Any]], float], rows: Any = found) -> float:
-            return sum(map(key, rows)) / len(rows)
-
-        best = "" if found[0]["oracle"] is None else f"{mean_of(lambda r: r['oracle']):.3f}"
-        lines.append(
-            f"| {cell} | {site} | {len(found)} | {means[0]:.2f} ± {errors[0]:.2f} |"
-            f" {means[1]:.3f} ± {errors[1]:.3f} | {math.sqrt(sum(v * v for v in z) / len(z)):.2f} |"
-            f" {max(map(abs, z)):.1f} | {sum(r['stddev'][site] for r in found) / len(found):.3f} |"
-            f" {best} |"
-            f" {mean_of(lambda r: r['seconds']):.1f} | {mean_of(lambda r: r['pareto_k']):.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Runs cells, or prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path)
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "noise_aware_calibration")
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--sets", type=int, default=60)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    if not options.table:
-        done = set()
-        if options.path.exists():
-            rows = map(json.loads, options.path.read_text().splitlines())
-            done = {(row["cell"], row["set"]) for row in rows}
-        for number in range(options.sets):
-            for name in options.cells:
-                if (name, number) not in done:
-                    with options.path.open("a") as file:
-                        file.write(json.dumps(one(name, number)) + "\n")
-    print(table(options.path))
+    options = parser.parse_args(arguments)
+    sets = range(1 if options.quick else options.sets)
+    jobs = [{"cell": cell, "number": number} for number, cell in product(sets, options.cells)]
+    finish(options, one, jobs, tables=lambda rows: {"": table(rows)})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Noise-aware posteriors of logistic regression on real tables, beside the posterior without
 privacy.
 
-    python scripts/benchmarks/noise_aware_tables.py FILE --data-root FOLDER --repeats 3
+    python scripts/benchmarks/noise_aware_tables.py --data-root FOLDER --prior-std 3
 
 FOLDER has UCI's ``adult/`` and ``abalone/``; breast cancer is scikit-learn's, its ten means. Adult
 has age, years of education, capital gain and loss, hours and sex. Features are scaled by documented
@@ -10,30 +10,33 @@ most 1 long. The model is Pyro's, run by ``noise_aware.posterior``; neighbours r
 
 "error" is the root mean square over the weights of (mean − non-private mean) / non-private sd,
 "width" the mean of sd / non-private sd, "covers" how often 90 % intervals hold the non-private
-mean. The non-private posterior is Gaussian at its mode.
+mean, each at ε = 1, 3 and 8; "alarms", in how many runs a check warned that releases contradict
+each other or the prior. The non-private posterior is Gaussian at its mode.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import math
+import sys
 import time
 import warnings
-from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
-import pyro
-import pyro.distributions as dist
 import torch
+from noise_aware_calibration import logistic_model
 from torch import Tensor
 
 from torch_dpbayes.noise_aware import posterior
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reproductions"))
+import reproduce_privacy_for_free as free
+from reproduction import Row, finish, grouped, having, parser_of
+
 DELTA, EPSILONS = 1e-5, (1.0, 3.0, 8.0)
-# units of 200 mm and 200 g: round numbers around the ranges in abalone.names
-ABALONE = torch.tensor([1.0, 0.8, 0.4, 3.0, 1.5, 0.8, 1.0])
 TABLES = ("breast_cancer", "abalone", "adult")
 
 
@@ -47,31 +50,20 @@ def bounded(x: Tensor, unit: float) -> Tensor:
     return torch.cat([x, torch.full((len(x), 1), constant).double()], 1)
 
 
-def rows_of(root: Path, *names: str) -> list[list[str]]:
-    """UCI's rows as text."""
-    lines = [line for name in names for line in (root / name).read_text().splitlines()]
-    return [row for row in csv.reader(lines, skipinitialspace=True) if len(row) > 1]
-
-
-def load(name: str, root: Path, repeat: int) -> tuple[Tensor, Tensor]:
+def load(name: str, root: str, repeat: int) -> tuple[Tensor, Tensor]:
     """Features and labels of four fifths; of Adult the records that are published for training."""
     if name == "adult":
-        rows = rows_of(root, "adult/adult.data")
-        columns = [
-            [float(row[0]) / 100 for row in rows],
-            [float(row[4]) / 16 for row in rows],
-            [math.log1p(float(row[10])) / math.log1p(1e5) for row in rows],
-            [math.log1p(float(row[11])) / math.log1p(5e3) for row in rows],
-            [float(row[12]) / 100 for row in rows],
-            [float(row[9] == "Male") for row in rows],
-        ]
+        rows = free.table("Adult", root)[: free.ADULT_TRAINING]
+        columns = [[f(float(row[place])) for row in rows] for place, f in free.NUMBERS.items()]
+        columns.append([float(row[9] == "Male") for row in rows])
         x = bounded(torch.tensor(columns).T.clamp(0, 1), math.sqrt(5 / 3 + 2))
         return x, torch.tensor([float(row[14].startswith(">50K")) for row in rows]).double()
     if name == "abalone":
-        rows = rows_of(root, "abalone/abalone.data")
+        rows = free.table("Abalone", root)
         numbers = torch.tensor([[float(value) for value in row[1:]] for row in rows])
         infant = torch.tensor([[2.0 * (row[0] == "I") - 1] for row in rows])
-        scaled = (2 * numbers[:, :-1] / ABALONE - 1).clamp(-1, 1)
+        low, high = torch.tensor(free.ABALONE).T
+        scaled = (2 * (numbers[:, :-1] - low) / (high - low) - 1).clamp(-1, 1)
         x = bounded(torch.cat([scaled, infant], 1), math.sqrt(7 / 3 + 2))
         y = (numbers[:, -1] >= 10).double()
     else:
@@ -97,82 +89,64 @@ def without_privacy(x: Tensor, y: Tensor, prior_std: float) -> tuple[Tensor, Ten
     return w, torch.linalg.inv(precision).diagonal().sqrt()
 
 
-def one(name: str, root: Path, epsilon: float, prior_std: float, repeat: int) -> dict[str, object]:
+def one(root: str, table: str, epsilon: float, prior_std: float, repeat: int) -> Row:
     """Figures of one run."""
-    x, y = load(name, root, repeat)
+    x, y = load(table, root, repeat)
     unit = 1 / float(x[0, -1])
     mode, stddev = without_privacy(x, y, prior_std)
-
-    def model(x: Tensor, y: Tensor) -> None:
-        zeros = torch.zeros(x.shape[1], dtype=torch.float64)
-        w = pyro.sample("w", dist.Normal(zeros, prior_std).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
     torch.manual_seed(repeat)
     started = time.process_time()
-    found = posterior(
-        model,
-        x,
-        y,
-        epsilon=epsilon,
-        delta=DELTA,
-        max_feature_norm=math.sqrt(1 - unit**-2),
-        constant_columns={x.shape[1] - 1: 1 / unit},
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        found = posterior(
+            logistic_model(prior_std),
+            x,
+            y,
+            epsilon=epsilon,
+            delta=DELTA,
+            max_feature_norm=math.sqrt(1 - unit**-2),
+            constant_columns={x.shape[1] - 1: 1 / unit},
+        )
     seconds = time.process_time() - started
     draws = found.sample(4000)["w"]
     low, high = torch.quantile(draws, torch.tensor([0.05, 0.95]).double(), dim=0)
     return {
-        "table": name,
-        "epsilon": epsilon,
-        "prior_std": prior_std,
-        "repeat": repeat,
         "error": float(((found.mean["w"] - mode) / stddev).square().mean().sqrt()),
         "width": float((found.stddev["w"] / stddev).mean()),
         "covers": float(((low < mode) & (mode < high)).double().mean()),
+        "alarm": any("contradict" in str(warning.message) for warning in caught),
         "seconds": seconds,
-        "pareto_k": found.pareto_k,
-        "checks": found.checks,
     }
 
 
-def main() -> None:
-    """Runs what the file does not have yet, and prints means over repeats."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path, help="lines of JSON, one for each run")
-    parser.add_argument("--data-root", type=Path, required=True)
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Means over repeats, for each ε."""
+    lines = []
+    for (table, prior_std), some in grouped(rows, "table", "prior_std").items():
+        line: Row = {"table": table, "prior sd": prior_std, "runs": len(some)}
+        by_epsilon = [having(some, epsilon=epsilon) for epsilon in EPSILONS]
+        for name in ("error", "width", "covers"):
+            means = [fmean(row[name] for row in part) for part in by_epsilon]
+            line[name] = ", ".join(f"{mean:.2f}" for mean in means)
+        line["alarms"] = sum(row["alarm"] for row in some)
+        lines.append(line | {"seconds": fmean(row["seconds"] for row in some)})
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "noise_aware_tables")
+    parser.add_argument("--data-root", default="", help="folder with adult/ and abalone/")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tables", nargs="*", default=TABLES, choices=TABLES)
     parser.add_argument("--prior-std", nargs="*", type=float, default=[3.0, 10.0])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", UserWarning)
-    keys = ("table", "epsilon", "prior_std", "repeat")
-    done: dict[tuple[object, ...], dict[str, object]] = {}
-    if options.path.exists():
-        rows = [json.loads(line) for line in options.path.read_text().splitlines()]
-        done = {tuple(row[key] for key in keys): row for row in rows}
-    for repeat in range(options.repeats):
-        for prior_std in options.prior_std:
-            for name in options.tables:
-                for epsilon in EPSILONS:
-                    key = (name, epsilon, prior_std, repeat)
-                    if key not in done:
-                        done[key] = one(name, options.data_root, epsilon, prior_std, repeat)
-                        with options.path.open("a") as file:
-                            file.write(json.dumps(done[key]) + "\n")
-    found = defaultdict(list)
-    for (name, epsilon, prior_std, _), row in done.items():
-        found[name, prior_std, epsilon].append(row)
-    print("| table | prior sd | ε | repeats | error | width | covers | s |\n" + "|---" * 8 + "|")
-    for (name, prior_std, epsilon), rows in sorted(found.items()):
-        means = [sum(r[k] for r in rows) / len(rows) for k in ("error", "width", "covers")]
-        seconds = sum(r["seconds"] for r in rows) / len(rows)
-        print(
-            f"| {name} | {prior_std:g} | {epsilon:g} | {len(rows)} |"
-            f" {' | '.join(f'{mean:.2f}' for mean in means)} | {seconds:.0f} |"
-        )
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.tables, options.repeats = ["breast_cancer"], 1
+    grid = product(range(options.repeats), options.prior_std, options.tables, EPSILONS)
+    names = ("repeat", "prior_std", "table", "epsilon")
+    jobs = [dict(zip(names, values, strict=True)) for values in grid]
+    make = partial(one, options.data_root)
+    finish(options, make, jobs, tables=lambda rows: {"": summary(rows)})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting as dpa
 import numpy as np
@@ -53,6 +53,9 @@ class Law:
     lattice: float | None = None  # all losses are whole multiples of it
     two_atoms: bool = False  # it has them, so that what K does it does again and again
 
+    def side(self, reverse: bool) -> tuple[Array, Array]:
+        return self.added if reverse and self.added is not None else self.removed
+
 
 Laws = list[tuple[Law, float]]
 
@@ -60,10 +63,10 @@ Laws = list[tuple[Law, float]]
 # --- quadrature -----------------------------------------------------------------------------------
 
 
-def both_ways(log_p: Array, log_q: Array, log_weight: Array) -> Law:
-    """Of two densities at nodes with these weights."""
+def both_ways(log_p: Array, log_q: Array, log_weight: Array | float = 0.0, **kind: Any) -> Law:
+    """Of two densities at nodes with these weights, or of probabilities."""
     loss = log_p - log_q
-    return Law((loss, log_weight + log_p), (-loss, log_weight + log_q))
+    return Law((loss, log_weight + log_p), (-loss, log_weight + log_q), **kind)
 
 
 def normal(x: Array, mean: float, std: float) -> Array:
@@ -183,16 +186,9 @@ def of_truncated(size: int, q: float, most: int, z: float, replace: bool, fine: 
         parts.append((more - share, of_poisson(q, z / 2, False, fine)))
     sides = []
     for reverse in (False, True):
-        laws = [
-            (weight, law.added if reverse and law.added is not None else law.removed)
-            for weight, law in parts
-        ]
-        sides.append(
-            (
-                np.concatenate([law[0] for _, law in laws]),
-                np.concatenate([math.log(weight) + law[1] for weight, law in laws]),
-            )
-        )
+        laws = [(math.log(weight), *law.side(reverse)) for weight, law in parts]
+        logs = [log_weight + log for log_weight, _, log in laws]
+        sides.append((np.concatenate([losses for _, losses, _ in laws]), np.concatenate(logs)))
     return Law(*sides)
 
 
@@ -238,9 +234,7 @@ def of_laplace(q: float, b: float, fine: int = 1) -> Law:
         math.log1p(-q) + log_q if q < 1 else np.full(len(x), -np.inf),
         math.log(q) - np.abs(x - shift) - math.log(2),
     )
-    law = both_ways(log_p, log_q, weight)
-    law.two_atoms = True
-    return law
+    return both_ways(log_p, log_q, weight, two_atoms=True)
 
 
 def of_discrete_laplace(a: float, move: int, fine: int = 1) -> Law:
@@ -248,9 +242,7 @@ def of_discrete_laplace(a: float, move: int, fine: int = 1) -> Law:
     k = np.arange(-far, far + move + 1)
     log_q = math.log(math.tanh(a / 2)) - a * np.abs(k)
     log_p = math.log(math.tanh(a / 2)) - a * np.abs(k - move)
-    law = both_ways(log_p, log_q, np.zeros(len(k)))
-    law.lattice = a
-    return law
+    return both_ways(log_p, log_q, lattice=a)
 
 
 def of_sampled_discrete_gaussian(q: float, std: float, move: int, fine: int = 1) -> Law:
@@ -258,7 +250,7 @@ def of_sampled_discrete_gaussian(q: float, std: float, move: int, fine: int = 1)
     log_q, log_p = (-((x - at) ** 2) / (2 * std**2) for at in (0, move))
     norm = special.logsumexp(log_q)
     mixed = np.logaddexp(math.log1p(-q) + log_q, math.log(q) + log_p)
-    return both_ways(mixed - norm, log_q - norm, np.zeros(len(x)))
+    return both_ways(mixed - norm, log_q - norm)
 
 
 def of_discrete_gaussian(std: float, move: int, fine: int = 1) -> Law:
@@ -266,25 +258,19 @@ def of_discrete_gaussian(std: float, move: int, fine: int = 1) -> Law:
     k = np.arange(-far, far + move + 1)
     log_q, log_p = -(k**2) / (2 * std**2), -((k - move) ** 2) / (2 * std**2)
     scale = special.logsumexp(log_q)
-    law = both_ways(log_p - scale, log_q - scale, np.zeros(len(k)))
-    law.lattice = move / (2 * std**2)
-    return law
+    return both_ways(log_p - scale, log_q - scale, lattice=move / (2 * std**2))
 
 
 def of_response(p: float, buckets: int, fine: int = 1) -> Law:
     log_p = np.log(np.array([1 - p + p / buckets] + [p / buckets] * (buckets - 1)))
     log_q = log_p.copy()
     log_q[:2] = log_p[[1, 0]]
-    law = both_ways(log_p, log_q, np.zeros(buckets))
-    law.lattice = float(law.removed[0].max())
-    return law
+    return both_ways(log_p, log_q, lattice=float((log_p - log_q).max()))
 
 
 def of_pure(epsilon: float, fine: int = 1) -> Law:
     log_p = np.array([-math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))])
-    law = both_ways(log_p, log_p[::-1], np.zeros(2))
-    law.lattice = epsilon
-    return law
+    return both_ways(log_p, log_p[::-1], lattice=epsilon)
 
 
 def of_bounded_range(b: float, fine: int = 1) -> Law:
@@ -330,7 +316,7 @@ class Reference:
         smooth = [law for law in laws if law[0].lattice is None and not law[0].two_atoms]
         self._smooth = Reference(smooth, reverse) if len(smooth) < len(laws) else self
         for law, count in laws:
-            losses, logs = law.added if reverse and law.added is not None else law.removed
+            losses, logs = law.side(reverse)
             likely = logs > -700
             self._laws.append((losses[likely], logs[likely], count))
 
@@ -402,7 +388,7 @@ def on_lattice(laws: Laws, epsilon: float, reverse: bool) -> tuple[float, float]
     """The same by convolution, all terms positive."""
     ((law, count),) = laws
     assert isinstance(count, int)
-    losses, logs = law.added if reverse and law.added is not None else law.removed
+    losses, logs = law.side(reverse)
     assert law.lattice is not None
     place = np.rint(losses / law.lattice).astype(int)
     assert np.abs(losses / law.lattice - place).max() < 1e-6
@@ -454,9 +440,13 @@ def truth(
 
 # --- random compositions --------------------------------------------------------------------------
 
-Drawn = tuple[
-    events.DpEvent, Callable[..., Law] | None, float
-]  # event, its law, probability of failure
+
+class Drawn(NamedTuple):
+    """An event, its law, and its probability of failure."""
+
+    event: events.DpEvent
+    law: Callable[..., Law] | None
+    failed: float = 0.0
 
 
 class Draws:
@@ -470,117 +460,108 @@ class Draws:
 
     def gaussian(self) -> Drawn:
         z = self.log(0.8, 30.0)
-        return events.GaussianDpEvent(z), partial(of_gaussian, (1 + self.replace) / z), 0.0
+        return Drawn(events.GaussianDpEvent(z), partial(of_gaussian, (1 + self.replace) / z))
 
     def poisson(self) -> Drawn:
         q, z = self.log(1e-3, 0.5), self.log(0.6, 5.0)
         event = events.PoissonSampledDpEvent(q, events.GaussianDpEvent(z))
-        return event, partial(of_poisson, q, z, self.replace), 0.0
+        return Drawn(event, partial(of_poisson, q, z, self.replace))
 
     def joint(self) -> Drawn:
         """Several Gaussians of one batch."""
         q, one, two = self.log(1e-3, 0.3), self.log(1.0, 5.0), self.log(1.0, 9.0)
         number = int(self.rng.integers(1, 4))
-        inner = events.ComposedDpEvent(
-            [
-                events.GaussianDpEvent(one),
-                events.SelfComposedDpEvent(events.GaussianDpEvent(two), number),
-            ]
-        )
+        others = events.SelfComposedDpEvent(events.GaussianDpEvent(two), number)
+        inner = events.ComposedDpEvent([events.GaussianDpEvent(one), others])
         z = (1 / one**2 + number / two**2) ** -0.5
-        return events.PoissonSampledDpEvent(q, inner), partial(of_poisson, q, z, self.replace), 0.0
+        event = events.PoissonSampledDpEvent(q, inner)
+        return Drawn(event, partial(of_poisson, q, z, self.replace))
 
     def fixed_size(self) -> Drawn:
         size, z = int(self.rng.integers(50, 5000)), self.log(1.5, 8.0)
         batch = int(self.rng.integers(1, size // 3))
         event = events.SampledWithoutReplacementDpEvent(size, batch, events.GaussianDpEvent(z))
-        return event, partial(of_fixed_size, batch / size, z), 0.0
+        return Drawn(event, partial(of_fixed_size, batch / size, z))
 
     def truncated(self) -> Drawn:
         size, q, z = int(self.rng.integers(100, 3000)), self.log(0.01, 0.2), self.log(1.5, 6.0)
         mean = size * q
         most = max(int(mean + self.rng.uniform(0.2, 4.0) * math.sqrt(mean)), 1)
         event = dpa.dp_event.TruncatedSubsampledGaussianDpEvent(size, q, most, z)
-        return event, partial(of_truncated, size, q, most, z, self.replace), 0.0
+        return Drawn(event, partial(of_truncated, size, q, most, z, self.replace))
 
     def allocation(self) -> Drawn:
         z = self.log(0.8, 4.0)
         steps = 2 + int(self.rng.random() < 0.1) if self.replace else int(self.log(2, 65))
         event = RandomAllocationDpEvent(steps, events.GaussianDpEvent(z))
-        return event, partial(of_allocation, steps, z, self.replace), 0.0
+        return Drawn(event, partial(of_allocation, steps, z, self.replace))
 
     def mu(self) -> Drawn:
         mu = self.log(0.03, 1.0)
-        return events.MuGaussianDpEvent(mu), partial(of_gaussian, mu), 0.0
+        return Drawn(events.MuGaussianDpEvent(mu), partial(of_gaussian, mu))
 
     def batch(self) -> Drawn:
         z = self.log(2.0, 30.0)
         kinds: list[Any] = [events.RecordwiseBatchGaussianDpEvent]
         if self.replace:
             kinds += [events.UnspecifiedBatchGaussianDpEvent, events.ShuffledEpochDpEvent]
-        return kinds[self.rng.integers(len(kinds))](z), partial(of_gaussian, 2 / z), 0.0
+        return Drawn(kinds[self.rng.integers(len(kinds))](z), partial(of_gaussian, 2 / z))
 
     def laplace(self) -> Drawn:
         b = self.log(0.7, 20.0)
-        return dpa.LaplaceDpEvent(b), partial(of_laplace, 1.0, b / (1 + self.replace)), 0.0
+        return Drawn(dpa.LaplaceDpEvent(b), partial(of_laplace, 1.0, b / (1 + self.replace)))
 
     def sampled_laplace(self) -> Drawn:
         b, q = self.log(0.7, 20.0), self.log(0.01, 0.5)
-        return (
-            events.PoissonSampledDpEvent(q, dpa.LaplaceDpEvent(b)),
-            partial(of_laplace, q, b),
-            0.0,
-        )
+        event = events.PoissonSampledDpEvent(q, dpa.LaplaceDpEvent(b))
+        return Drawn(event, partial(of_laplace, q, b))
 
     def discrete_laplace(self) -> Drawn:
         a, move = self.log(0.05, 0.8), int(self.rng.integers(1, 4))
         law = partial(of_discrete_laplace, a, move * (1 + self.replace))
-        return dpa.dp_event.DiscreteLaplaceDpEvent(a, move), law, 0.0
+        return Drawn(dpa.dp_event.DiscreteLaplaceDpEvent(a, move), law)
 
     def discrete_gaussian(self) -> Drawn:
         std, move = self.log(2.0, 40.0), int(self.rng.integers(1, 3))
         law = partial(of_discrete_gaussian, std, move * (1 + self.replace))
-        return mechanisms.DiscreteGaussianDpEvent(std, move, 1), law, 0.0
+        return Drawn(mechanisms.DiscreteGaussianDpEvent(std, move, 1), law)
 
     def sampled_discrete_gaussian(self) -> Drawn:
         std, move, q = self.log(0.7, 10.0), int(self.rng.integers(1, 3)), self.log(0.01, 0.5)
         event = events.PoissonSampledDpEvent(q, mechanisms.DiscreteGaussianDpEvent(std, move, 1))
-        return event, partial(of_sampled_discrete_gaussian, q, std, move), 0.0
+        return Drawn(event, partial(of_sampled_discrete_gaussian, q, std, move))
 
     def response(self) -> Drawn:
         p, buckets = float(self.rng.uniform(0.2, 0.95)), int(self.rng.integers(2, 10))
-        return (
-            dpa.dp_event.RandomizedResponseDpEvent(p, buckets),
-            partial(of_response, p, buckets),
-            0.0,
-        )
+        event = dpa.dp_event.RandomizedResponseDpEvent(p, buckets)
+        return Drawn(event, partial(of_response, p, buckets))
 
     def mixture(self) -> Drawn:
         std, number = self.log(0.8, 4.0), int(self.rng.integers(1, 4))
         moves = self.rng.uniform(0.2, 1.5, number).tolist()
         chances = (self.rng.dirichlet(np.ones(number + 1))[:number]).tolist()
-        event = dpa.dp_event.MixtureOfGaussiansDpEvent(
-            std, (0.0, *moves), (1 - math.fsum(chances), *chances)
-        )
-        return event, partial(of_mixture, std, moves, chances), 0.0
+        all_chances = (1 - math.fsum(chances), *chances)
+        event = dpa.dp_event.MixtureOfGaussiansDpEvent(std, (0.0, *moves), all_chances)
+        return Drawn(event, partial(of_mixture, std, moves, chances))
 
     def pure(self) -> Drawn:
         epsilon = self.log(0.01, 1.0)
         kind = [events.PureDpEvent, mechanisms.PermuteAndFlipDpEvent][self.rng.integers(2)]
-        return kind(epsilon), partial(of_pure, epsilon), 0.0
+        return Drawn(kind(epsilon), partial(of_pure, epsilon))
 
     def bounded_range(self) -> Drawn:
         epsilon = self.log(0.05, 2.0)
         kind = [events.BoundedRangeDpEvent, mechanisms.ExponentialMechanismDpEvent]
-        return kind[self.rng.integers(2)](epsilon), partial(of_bounded_range, epsilon), 0.0
+        return Drawn(kind[self.rng.integers(2)](epsilon), partial(of_bounded_range, epsilon))
 
     def failure(self) -> Drawn:
         delta = float(self.delta * self.rng.uniform(1e-3, 0.2))
-        return events.FailureDpEvent(delta), None, delta
+        return Drawn(events.FailureDpEvent(delta), None, delta)
 
     def epsilon_delta(self) -> Drawn:
         epsilon, delta = self.log(0.02, 1.0), float(self.delta * self.rng.uniform(1e-3, 0.2))
-        return mechanisms.EpsilonDeltaDpEvent(epsilon, delta), partial(of_pure, epsilon), delta
+        event = mechanisms.EpsilonDeltaDpEvent(epsilon, delta)
+        return Drawn(event, partial(of_pure, epsilon), delta)
 
     def selection(self) -> Drawn:
         """Its price is a pair (epsilon, delta); the reference is the best of Gaussian releases."""
@@ -590,11 +571,11 @@ class Draws:
         relation = "replace_one" if self.replace else "add_or_remove_one"
         own = self.delta * float(self.rng.uniform(0.05, 0.5))
         event = selection_event(run, Repetitions(mean, shape), own, relation)  # type: ignore[arg-type]
-        return event, partial(of_best, mu, mean, shape), 0.0
+        return Drawn(event, partial(of_best, mu, mean, shape))
 
     def concentrated(self) -> Drawn:
         rho = self.log(1e-3, 0.3)
-        return events.ZCDpEvent(rho), partial(of_gaussian, math.sqrt(2 * rho)), 0.0
+        return Drawn(events.ZCDpEvent(rho), partial(of_gaussian, math.sqrt(2 * rho)))
 
 
 SMOOTH = ("gaussian", "poisson", "joint", "fixed_size", "truncated", "allocation", "mu", "batch")
@@ -605,6 +586,8 @@ ONE_RELATION = {
     False: ("mixture", "sampled_laplace", "sampled_discrete_gaussian"),
     True: ("response",),
 }
+# whose cumulants do not fall off
+ATOMS = {"laplace", "selection", "epsilon_delta", "response", *LATTICE, *ONE_RELATION[False]}
 ONLY_RENYI = ("concentrated",)
 FEW = {"allocation": 20, "selection": 2, "failure": 3, "epsilon_delta": 3}
 
@@ -629,16 +612,7 @@ def composition(
     else:
         pool = [*SMOOTH, *OTHERS, *ONE_RELATION[replace]]
         kinds = [str(kind) for kind in rng.choice(pool, rng.integers(0, 4))]
-        # one whose cumulant falls off, among those whose does not
-        atoms = {
-            "laplace",
-            *ONE_RELATION[False],
-            "selection",
-            "epsilon_delta",
-            "response",
-            *LATTICE,
-        }
-        kinds.insert(0, str(rng.choice(["gaussian", "mu"] if atoms & {*kinds} else [*SMOOTH])))
+        kinds.insert(0, str(rng.choice(["gaussian", "mu"] if ATOMS & {*kinds} else [*SMOOTH])))
         if method == "rdp" and rng.random() < 0.5:
             kinds.append(str(rng.choice(ONLY_RENYI)))
     if method == "rdp":
@@ -684,9 +658,7 @@ def report(rows: list[dict[str, Any]]) -> None:
     print(f"violations: {sum(row['violated'] for row in known)}")
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in known:
-        name = (
-            f"{row['method']}{', with a selection' * (row['is_bound'] and row['method'] == 'pld')}"
-        )
+        name = row["method"] + ", with a selection" * (row["is_bound"] and row["method"] == "pld")
         if "excess" in row:
             groups.setdefault(name, []).append(row)
     for name, some in groups.items():

@@ -22,6 +22,8 @@ SCRIPTS = {
     "gpu": ("--seconds 0 --no-checks", "time is up"),
     "recorded_runs": ("{0}/runs.pt --only history:1", ""),
     "compare_samplers": ("--quick", r"\| posteriors SGNHT"),
+    "noise_aware_calibration": (f"--cells beta {RESULTS}", r"\| all \| 1 \|"),
+    "noise_aware_tables": (f"--prior-std 3 {RESULTS}", r"\| breast_cancer \| 3 \| 3 \|"),
     "does_bayes_pay": (
         f"table {PICTURE} --csv {{0}}/a.csv",
         r"\| breast cancer \| 8 \| ours, average, calibrated",
@@ -31,6 +33,12 @@ SCRIPTS = {
     "reproduce_renyi_langevin": (PICTURE, "Divergence that FiniteRunLangevin states"),
     "reproduce_privacy_for_free": (f"--repeats 1 {RESULTS}", "Two Gaussians"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _with_the_default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -43,6 +51,31 @@ def test_a_script_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
     script.main()
     assert re.search(printed, capsys.readouterr().out)
+
+
+def test_figures_of_a_page_are_made_once_and_a_failure_does_not_stop_the_others(
+    tmp_path, monkeypatch
+):
+    script, out = import_module("figures"), tmp_path / "speed"
+    commands = {"bad": "-c print(1);1/0", "good": "-c print('{root}')"}
+    monkeypatch.setitem(script.PAGES, "speed", commands)
+    given = ["speed", "--folder", str(tmp_path), "--data-root", "/a b"]
+    assert script.main(given) == 1
+    assert (out / "bad.part").read_text().endswith("\n1\n") and not (out / "bad.txt").exists()
+    command, printed = (out / "good.txt").read_text().splitlines()
+    assert re.fullmatch(r"python -c print\('/a b'\) \(\d+\.\d+\.\d+, 20\d\d-\d\d-\d\d\)", command)
+    assert printed == "/a b"
+    commands["good"] = "-c 1/0"  # is finished, and not made again
+    assert script.main([*given, "--only", "good"]) == 0
+    commands["bad"] = "-c 1"
+    assert script.main(given) == 0
+    assert {path.name for path in out.iterdir()} == {"good.txt", "bad.txt"}
+
+
+def test_all_programs_of_the_benchmark_pages_exist():
+    script = import_module("figures")
+    commands = [command for page in script.PAGES.values() for command in page.values()]
+    assert all((script.ROOT / command.split()[0]).is_file() for command in commands)
 
 
 @pytest.mark.parametrize("what", ["affordable", "owners", "acceptance", "chain"])

@@ -1,0 +1,92 @@
+"""All figures of a benchmark page: runs the page's commands in turn, and keeps what they print.
+
+    python scripts/benchmarks/figures.py accuracy|speed|accounting --data-root ROOT
+
+ROOT has ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's layout. What a
+command prints is in FOLDER/PAGE/NAME.txt, below a line with the command, the version and the date;
+what is there is not made again. A command that fails leaves NAME.part.
+"""
+
+import argparse
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import torch_dpbayes as dpb
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "scripts/benchmarks"
+PAY = f"{HERE}/does_bayes_pay.py --data-root {{root}} --results {{folder}}/pay.jsonl"
+DEMO = "examples/private_bnn.py --plot {folder}/demo.png"
+MNIST = f"{DEMO} --dataset mnist --data-root {{root}}/mnist --lr 32 --max-grad-norm 0.1"
+SHARE, CLIP = f"{DEMO} --calibrate 0.02 --epsilon", "--lr 1 --max-grad-norm 1"
+WAVELETS = "examples/scattering_features.py --runs 3 --data-root {root}/mnist --dataset"
+
+
+def seeds(name: str, command: str, number: int = 3) -> dict[str, str]:
+    return {f"{name}_{seed}": f"{command} --seed {seed}" for seed in range(number)}
+
+
+PAGES = {  # programs with their arguments, by the name of what they print
+    "accuracy": {
+        "pay": f"{PAY} table --csv {{folder}}/pay.csv --picture {{folder}}/pay.png",
+        **{f"pay_{what}": f"{PAY} {what}" for what in ("linear", "rates", "plane")},
+        **{"mnist": MNIST, "mnist_clipped": f"{MNIST} --epsilon inf"},
+        **seeds("digits", DEMO, 5),
+        **seeds("calibrated_1", f"{SHARE} 1"),
+        **seeds("calibrated_1_clip_1", f"{SHARE} 1 {CLIP}"),
+        **seeds("calibrated_3", f"{SHARE} 3"),
+        **seeds("calibrated_3_clip_1", f"{SHARE} 3 {CLIP}"),
+        "wavelets_fashion": f"{WAVELETS} fashion-mnist --epsilon 2.7",
+        "wavelets_fashion_1": f"{WAVELETS} fashion-mnist --epsilon 1 --epochs 20",
+        "wavelets_mnist": f"{WAVELETS} mnist --epsilon 2.93",
+        "wavelets_mnist_1": f"{WAVELETS} mnist --epsilon 1 --epochs 20",
+        "samplers": f"{HERE}/compare_samplers.py --steps 4000",
+    },
+    "speed": {
+        "clipping": f"{HERE}/bench_clipping.py --seconds 8",
+        "parts": f"{HERE}/speed.py --seconds 2",
+        **({"gpu": f"{HERE}/gpu.py --repeats 9"} if torch.cuda.is_available() else {}),
+    },
+    "accounting": {
+        "others": f"{HERE}/bench_accounting.py --others --limit 30",
+        "scattered": f"{HERE}/bench_accounting.py --scattered",
+        "compositions": f"{HERE}/random_compositions.py --lines {{folder}}/compositions.jsonl",
+        "audits": f"{HERE}/audit_power.py --repeats 100 --sound 160",
+        "sets": f"{HERE}/noise_aware_calibration.py --sets 5 --results {{folder}}/sets.jsonl",
+        "tables": f"{HERE}/noise_aware_tables.py --prior-std 3 --data-root {{root}}"
+        " --results {folder}/tables.jsonl",
+    },
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", choices=PAGES)
+    parser.add_argument("--data-root", type=Path, default=Path())
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "figures")
+    parser.add_argument("--only", metavar="NAME", help="this command alone")
+    given = parser.parse_args(arguments)
+    root, folder = given.data_root.resolve(), (given.folder / given.page).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    commands, code = PAGES[given.page], 0
+    for name in tqdm([given.only] if given.only else commands, unit="command"):
+        if (target := folder / f"{name}.txt").exists():
+            continue
+        command = [part.format(root=root, folder=folder) for part in commands[name].split()]
+        with (part := folder / f"{name}.part").open("w") as file:
+            day = datetime.now(UTC).date()
+            print("python", *command, f"({dpb.__version__}, {day})", file=file, flush=True)
+            run = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file)
+        if run.returncode == 0:
+            part.rename(target)
+        code = max(code, int(run.returncode != 0))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
