@@ -23,24 +23,16 @@ HERE = "scripts/benchmarks"
 PAY = f"{HERE}/does_bayes_pay.py --data-root {{root}} --results {{folder}}/pay.jsonl"
 DEMO = "examples/private_bnn.py --plot {folder}/demo.png"
 MNIST = f"{DEMO} --dataset mnist --data-root {{root}}/mnist --lr 32 --max-grad-norm 0.1"
-SHARE, CLIP = f"{DEMO} --calibrate 0.02 --epsilon", "--lr 1 --max-grad-norm 1"
 WAVELETS = "examples/scattering_features.py --runs 3 --data-root {root}/mnist --dataset"
-
-
-def seeds(name: str, command: str, number: int = 3) -> dict[str, str]:
-    return {f"{name}_{seed}": f"{command} --seed {seed}" for seed in range(number)}
 
 
 PAGES = {  # programs with their arguments, by the name of what they print
     "accuracy": {
-        "pay": f"{PAY} table --csv {{folder}}/pay.csv --picture {{folder}}/pay.png",
+        "pay": f"{PAY} table --csv {{folder}}/pay.csv",
+        "picture": f"{PAY} table --data adult fashion-mnist topics --picture {{folder}}/pay.png",
         **{f"pay_{what}": f"{PAY} {what}" for what in ("linear", "rates", "plane")},
         **{"mnist": MNIST, "mnist_clipped": f"{MNIST} --epsilon inf"},
-        **seeds("digits", DEMO, 5),
-        **seeds("calibrated_1", f"{SHARE} 1"),
-        **seeds("calibrated_1_clip_1", f"{SHARE} 1 {CLIP}"),
-        **seeds("calibrated_3", f"{SHARE} 3"),
-        **seeds("calibrated_3_clip_1", f"{SHARE} 3 {CLIP}"),
+        **{f"digits_{seed}": f"{DEMO} --seed {seed}" for seed in range(5)},
         "wavelets_fashion": f"{WAVELETS} fashion-mnist --epsilon 2.7",
         "wavelets_fashion_1": f"{WAVELETS} fashion-mnist --epsilon 1 --epochs 20",
         "wavelets_mnist": f"{WAVELETS} mnist --epsilon 2.93",
