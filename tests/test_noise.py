@@ -1,9 +1,12 @@
 """Noise has its law into the tails, and none is drawn twice."""
 
+import contextlib
 import copy
 import math
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -88,6 +91,23 @@ def test_a_position_of_a_callers_generator_is_used_once():
     for use in (lambda: GaussianNoise(seeded(seed + 2**32)), lambda: draw(late)):
         with refused("noise-repeats"):
             use()
+
+
+def test_of_two_threads_one_alone_uses_a_position(monkeypatch):
+    class Slow(set):
+        def __contains__(self, position):
+            found = super().__contains__(position)
+            time.sleep(0.05)
+            return found
+
+    def use(noise):
+        with contextlib.suppress(ValueError):
+            return draw(noise)
+
+    callers = [GaussianNoise(seeded(7)) for _ in range(2)]
+    monkeypatch.setattr(noise, "_used_positions", Slow())
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(use, callers)].count(None) == 1
 
 
 def test_equal_generators_give_equal_noise_only_to_equal_releases(monkeypatch):

@@ -353,10 +353,11 @@ def stream_of_key(
     Streams of two callers that overlap give independent generators, unless they stand at the same
     position, which is used once in a process.
     """
-    position = stream_position(generator)
-    _refuse_used(what, position)
-    _used_positions.add((what, position))
-    key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device)
+    with _lock:  # of two threads one alone may use a position
+        position = stream_position(generator)
+        _refuse_used(what, position)
+        _used_positions.add((what, position))
+        key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device)
     found = hashlib.shake_256(key.cpu().numpy().tobytes())
     for part in parts:
         found.update(digest([part], 64))

@@ -266,7 +266,7 @@ def made_up_for(model, *args):
         structure = find_structure(model, arguments, "data")
         arguments.take_rows(structure.plate_size)
         made_up = MadeUpRecords(model, arguments, structure)
-        Recorder(made_up, 1).terms()
+        Recorder(made_up, 1).programs(with_gradients=False)
     return made_up
 
 
@@ -306,7 +306,7 @@ def test_rounding_is_no_dependence_on_other_rows():
     for _ in range(6):
         made_up = made_up_for(model, x, torch.ones(50, dtype=torch.float32))
         made_up.theta[-1] = -made_up.theta[:-1].sum()
-        Recorder(made_up, 1).terms()
+        Recorder(made_up, 1).programs(with_gradients=False)
 
 
 def test_a_term_that_nearly_cancels_is_as_uncertain_as_the_others():
@@ -321,7 +321,27 @@ def test_a_term_that_nearly_cancels_is_as_uncertain_as_the_others():
     rows = made_up.few()
     while not 0 < made_up.terms(made_up.theta, rows)[len(rows[0]) // 2].abs() < 1e-3:
         made_up.theta = 2 * torch.randn(9).float()
-    made_up.require_local(lambda rows: made_up.terms(made_up.theta, rows) - 1e-6)
+    made_up.require_local(lambda theta, rows: made_up.terms(theta, rows) - 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [-8.0, 20.0, -30.0])
+def test_terms_that_are_all_near_0_are_as_uncertain_as_a_logarithm_near_0(shift, dtype):
+    """Terms of 1e-9 have no digits beside the 1 that they are the logarithm of; Pyro's gradients
+    have none beside probabilities of 1. And what moves them by more is no rounding.
+    """
+
+    def model(x, y, is_mixing=False):
+        w = pyro.sample("w", dist.Normal(torch.zeros(9, dtype=dtype), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w + shift), obs=y)
+            if is_mixing:
+                pyro.factor("more", 0.01 * x.mean() * w.sum())
+
+    x, ones = torch.randn(50, 9, dtype=dtype), torch.ones(50, dtype=dtype)
+    RecordDensity(model, (x, ones))
+    with pytest.raises(UnfitModel):
+        RecordDensity(partial(model, is_mixing=True), (x, ones))
 
 
 def of_large_means(x, y):
@@ -356,15 +376,15 @@ def test_few_digits_do_not_excuse_a_dependence():
     for dtype in (torch.float32, torch.bfloat16):
         made_up = made_up_for(model, torch.randn(20).to(dtype))
         made_up.theta = torch.ones_like(made_up.theta)
-        assert made_up._rounding([torch.full((8,), 1e4, dtype=dtype)], 3) < 0.1
+        assert made_up._rounding(made_up.terms, [torch.full((8,), 1e4, dtype=dtype)]).max() < 0.5
 
 
 def test_a_row_of_large_values_may_differ_by_rounding_alone():
     made_up = made_up_for(lambda y: gaussian(y, weights("m")), torch.randn(20))
-    made_up._rounding = lambda rows, odd: 1.0
+    made_up._rounding = lambda alone, rows: torch.ones(len(rows[0]))
 
-    def alone(rows, by):
-        terms = made_up.terms(made_up.theta, rows)
+    def alone(theta, rows, by):
+        terms = made_up.terms(theta, rows)
         terms[made_up._count // 2] += by if rows is not made_up.few() else 0.0
         return terms
 

@@ -206,6 +206,8 @@ def test_a_state_goes_on():
     assert torch.equal(before, now)  # a saved state stays what it was
     pyro.clear_param_store()
     again = make(optim=pyro.optim.ExponentialLR(scheduled | {"gamma": 0.99}))
+    with pytest.raises(ValueError, match="damaged"):
+        again.load_state_dict(None)
     again.load_state_dict(state)
     again.step(x)
     assert again.state_dict()["num_steps"] == 6

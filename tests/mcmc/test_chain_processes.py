@@ -244,6 +244,23 @@ def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant)
 
 
 @forks
+def test_a_chain_that_fails_after_its_starter_has_ended_ends_silently(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+
+    class Fails:
+        def start_at(self, start):
+            ours.close()
+
+        def setup(self, *_):
+            raise ValueError("a message for nobody")
+
+    ours, theirs = multiprocessing.Pipe()
+    defaults = torch.get_default_dtype(), torch.get_default_device()
+    with theirs:
+        chains.Chain(theirs, False, None, 0, defaults).run(Fails(), (0, 1, None), (), {})
+
+
 def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(accountant):
     """Sent to the whole process group, as a terminal does."""
 

@@ -195,6 +195,7 @@ def test_wrong_files(tmp_path):
     samples.save(path)
     whole, content = path.read_bytes(), torch.load(path, weights_only=True)
     others = [Runs(tmp_path / "ran"), [1, 2], {**content, "format": "another"}]
+    others += [{name: content[name] for name in content if name != gone} for gone in content]
     for other in (*others, whole[: len(whole) // 2], b"", b"text"):
         if isinstance(other, bytes):
             path.write_bytes(other)

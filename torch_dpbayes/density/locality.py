@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,11 +20,14 @@ from .arguments import Arguments, pick
 from .prior import Prior
 from .pyro_runs import (
     FLAVOURS,
+    PERTURBED,
     Model,
     UnfitModel,
     first_line,
+    last_digits,
     nearly_equal,
     public_randomness,
+    rounding,
     trace_at,
 )
 from .record_terms import RecordTerms
@@ -31,7 +35,6 @@ from .structure import Structure
 
 _ROWS = 7  # made-up rows of the checks
 _LARGE = 10**4
-_PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
 _SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite, or mostly rounding
 _SURELY = 16  # times the rounding that was seen has to be less than what counts as a change
 _ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
@@ -98,19 +101,15 @@ class MadeUpRecords:
         """Whether rounding hardly moves the ``terms`` of the rows: where large values cancel, as in
         a Poisson probability of millions, a term of float32 may be nothing else.
         """
-        changed = self._with_other_digits(4, self._rows)
+        share = last_digits(4, self.theta.dtype)
+        with public_randomness():
+            signs = torch.randn(PERTURBED, *self.theta.shape).sign().to(self.theta)
+        changed = [self.terms(self.theta * (1 + share * some), self._rows) for some in signs]
         return all(
             nearly_equal(term + _SURELY * (other - term), term)
             for term, *others in zip(terms, *changed, strict=True)
             for other in others
         )
-
-    def _with_other_digits(self, digits: int, rows: list[Tensor]) -> list[Tensor]:
-        """Terms of the rows where θ differs by so many of its last digits, and by few at most."""
-        share = min(digits * torch.finfo(self.theta.dtype).eps, _FEW)
-        with public_randomness():
-            signs = torch.randn(_PERTURBED, *self.theta.shape).sign().to(self.theta)
-        return [self.terms(self.theta * (1 + share * some), rows) for some in signs]
 
     def rows(self, count: int, start: int = 0) -> list[Tensor]:
         """``count`` rows, which repeat."""
@@ -142,9 +141,9 @@ class MadeUpRecords:
 
     # -- the check ---------------------------------------------------------------------------------
 
-    def require_local(self, alone: Callable[[list[Tensor]], Tensor]) -> None:
+    def require_local(self, alone: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
         """Refuse a model in which what happens to one row changes the term of another, or the
-        prior. ``alone`` gives the terms of rows, each seen by itself.
+        prior. ``alone`` gives the terms of rows at θ, each seen by itself.
         """
         first, again = (self.terms(self.theta, self._rows) for _ in range(2))
         if not nearly_equal(first, again):
@@ -157,7 +156,7 @@ class MadeUpRecords:
         others = torch.arange(self._count) != odd
         for what, rows in self._changed_rows(odd):
             try:
-                apart, together = alone(rows), self.terms(self.theta, rows)
+                apart, together = alone(self.theta, rows), self.terms(self.theta, rows)
                 each = [rows] if what else [pick(rows, [k]) for k in range(self._count)]
                 priors = [*map(self._prior_with, each)]
             except Exception:
@@ -171,9 +170,13 @@ class MadeUpRecords:
                     " without a charge: use a prior with public constants."
                 )
             is_rounding = nearly_equal(apart[odd], together[odd], size) or bool(
-                (apart - together)[odd].abs() <= self._rounding(rows, odd)
+                (apart - together)[odd].abs() <= self._rounding(alone, pick(rows, [odd]))
             )
-            if not is_rounding or not nearly_equal(apart[others], together[others]):
+            apart, together = apart[others], together[others]
+            if not is_rounding or not (
+                nearly_equal(apart, together)
+                or nearly_equal(apart, together, rounding=self._rounding(alone, rows)[others])
+            ):
                 raise UnfitModel(
                     f"the log likelihood of a record changes when {seen} synthetic rows): centre,"
                     " scale, count and impute with public constants, not with the data's mean,"
@@ -184,14 +187,11 @@ class MadeUpRecords:
         """The prior with these rows as the data."""
         return self.prior.log_density_with(self.theta, *self._arguments.with_rows(rows))
 
-    def _rounding(self, rows: list[Tensor], odd: int) -> float:
-        """How much a row's term may change by rounding: where large values cancel, which a
-        perturbation of θ in its last digits shows, that is many times what is usual. In a dtype of
-        few digits such a perturbation would hide a dependence: there it is 0.
+    def _rounding(self, alone: Callable[[Tensor, list[Tensor]], Tensor], rows: Any) -> Tensor:
+        """How much of the terms may be rounding: where large values cancel, or logarithms are
+        nearly 0, that is many times what is usual.
         """
-        row = pick(rows, [odd])
-        changed = self._with_other_digits(16, row)
-        return float((torch.stack(changed) - self.terms(self.theta, row)).abs().max())
+        return sum(rounding(partial(of, rows=rows), self.theta) for of in (alone, self.terms))
 
     def _changed_rows(self, odd: int) -> Iterator[tuple[str, list[Tensor]]]:
         """The rows, then such of which the one numbered ``odd`` has extreme or missing values: in

@@ -32,7 +32,7 @@ from .pyro_runs import (
     trace_at,
     without_value_checks,
 )
-from .recording import of_rows, parts_read, recorded
+from .recording import of_rows, parts_read, recorded, result_of
 
 # to torch their support is the whole line
 _ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
@@ -186,6 +186,8 @@ class Prior:
 
     @cached_property
     def _density_program(self) -> GraphModule:
+        if "_gradient_program" in self.__dict__:
+            return result_of(self._gradient_program, 1)
         return self._recorded(self._log_density, self._drawn)
 
     @cached_property

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad_and_value, vmap
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
@@ -20,10 +20,9 @@ from ..per_sample.record_map import RecordsApart, in_plain_words
 from .arguments import full_vectors, pick
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces, pieces_of
-from .pyro_runs import InvalidPoint, UnfitModel, nearly_equal, without_value_checks
-from .recording import most_bytes, recorded
+from .pyro_runs import InvalidPoint, UnfitModel, agree, without_value_checks
+from .recording import most_bytes, recorded, result_of
 
-AnyProgram = TypeVar("AnyProgram", bound="Program")
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 
 
@@ -86,46 +85,54 @@ class Recorder:
     def __init__(self, made_up: MadeUpRecords, num_records: int) -> None:
         self._made_up, self._num_records = made_up, num_records
 
-    def terms(self) -> Program:
-        """A record's term; UnfitModel for a model that mixes records."""
-        made_up, few = self._made_up, self._made_up.rows(full_vectors(1))
+    def programs(self, with_gradients: bool) -> tuple[Program, Gradients | None]:
+        """A record's term and, if asked for, its gradient; UnfitModel for a model that mixes
+        records.
+        """
+        terms, gradients = self._first_right(with_gradients)
+        few = self._made_up.rows(full_vectors(1))
 
-        def is_right(found: Tensor, theta: Tensor, rows: list[Tensor]) -> bool:
-            count = len(made_up.few()[0])
-            each = torch.cat([made_up.terms(theta, pick(rows, [k])) for k in range(count)])
-            return nearly_equal(found, each[torch.arange(len(found)) % count])  # they repeat
-
-        program = self._first_right(Program, lambda term: term, is_right)
-
-        def alone(rows: list[Tensor]) -> Tensor:
+        def alone(theta: Tensor, rows: list[Tensor]) -> Tensor:
             count = len(rows[0])
             filled = [torch.cat([r, more[count:]]) for r, more in zip(rows, few, strict=True)]
-            terms = program.of_few(made_up.theta, filled)
-            if terms is None:
+            found = terms.of_few(theta, filled)
+            if found is None:
                 raise InvalidPoint
-            return terms[:count]
+            return found[:count]
 
         with torch.no_grad(), without_value_checks():
-            made_up.require_local(alone)
-        return program
+            self._made_up.require_local(alone)
+        return terms, gradients
 
-    def gradients(self) -> Gradients:
-        """The gradient of a record's term."""
+    def _are_right(self, terms: Program, gradients: Gradients | None) -> bool:
+        """Whether they agree with Pyro on other made-up rows than they were recorded on."""
+        made_up, theta = self._made_up, self._made_up.theta.flip(0) * 0.7
+        rows, count = made_up.rows(terms.rows, start=3), len(made_up.few()[0])
+        weights = torch.linspace(0.5, 1.5, terms.rows, dtype=theta.dtype, device=theta.device)
+        weights /= weights.sum()
 
-        def is_right(pieces: list[Piece], theta: Tensor, rows: list[Tensor]) -> bool:
-            found = dense(pieces, len(theta)).double()
-            weights = torch.linspace(0.5, 1.5, len(found), dtype=theta.dtype, device=theta.device)
+        def each_row(theta: Tensor) -> Tensor:
+            found = [made_up.terms(theta, pick(rows, [k])) for k in range(count)]
+            return torch.cat(found)[torch.arange(terms.rows) % count]  # they repeat
+
+        def slopes(theta: Tensor) -> Tensor:
+            assert gradients is not None
+            return dense(gradients(theta, rows, terms.rows), len(theta)).double()
+
+        def slope(theta: Tensor) -> Tensor:
             with torch.enable_grad():
                 point = theta.detach().requires_grad_()
-                total = (self._made_up.terms(point, rows) * weights).sum()
-            (expected,) = torch.autograd.grad(total, point)
-            # in float32 a product of a million rows is off by a thousandth
-            weights = weights.double()
-            size = float((weights @ found.abs()).nan_to_num(0.0).max())
-            total = (weights @ found).to(expected)
-            return not expected.isfinite().all() or nearly_equal(total, expected, size)
+                total = (made_up.terms(point, rows) * weights).sum()
+            return torch.autograd.grad(total, point)[0]
 
-        return self._first_right(Gradients, grad, is_right)
+        if not agree(lambda theta: terms(theta, rows, terms.rows), each_row, theta):
+            return False
+        if gradients is None or not slope(theta).isfinite().all():
+            return True
+        # in float32 a product of a million rows is off by a thousandth
+        mean = weights.double()
+        size = float((mean @ slopes(theta).abs()).nan_to_num(0.0).max())
+        return agree(lambda theta: (mean @ slopes(theta)).to(theta), slope, theta, size)
 
     def _of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         with RecordsApart():
@@ -135,24 +142,20 @@ class Recorder:
         with _TensorsOfTheRow(row[0]):
             return self._of_row(theta, *row)
 
-    def _first_right(
-        self,
-        kind: type[AnyProgram],
-        of_term: Callable[[Any], Callable[..., Tensor]],
-        is_right: Callable[[Any, Tensor, list[Tensor]], bool],
-    ) -> AnyProgram:
-        """The first way that can be recorded and agrees with Pyro on other made-up rows than
-        it was recorded on.
-        """
+    def _first_right(self, with_gradients: bool) -> tuple[Program, Gradients | None]:
+        """The first way that can be recorded and agrees with Pyro."""
         in_dims, problems = (None, *(0 for _ in self._made_up.few())), []
         for term in (self._of_row, self._of_row_with_own_tensors):
             try:
                 with without_value_checks(), torch.no_grad():
-                    program = self._recorded(kind, vmap(of_term(term), in_dims=in_dims))
-                    theta = self._made_up.theta.flip(0) * 0.7
-                    rows = self._made_up.rows(program.rows, start=3)
-                    if is_right(program(theta, rows, program.rows), theta, rows):
-                        return program
+                    way = grad_and_value(term) if with_gradients else term
+                    graph, rows, few = self._recorded(vmap(way, in_dims=in_dims))
+                    terms, gradients = Program(graph, rows, few), None
+                    if with_gradients:
+                        terms = Program(result_of(graph, 1), rows, result_of(few, 1))
+                        gradients = Gradients(result_of(graph, 0), rows, result_of(few, 0))
+                    if self._are_right(terms, gradients):
+                        return terms, gradients
                 problems.append("it computes with numpy, or with .item()?")
             except Exception as error:
                 problems.append(in_plain_words(error))
@@ -162,8 +165,10 @@ class Recorder:
             " num_classes of one_hot, no branches on values and no .item()."
         )
 
-    def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:
-        """In chunks of about equal length that keep within the bound on memory."""
+    def _recorded(self, way: Callable[..., Any]) -> tuple[GraphModule, list[Tensor], GraphModule]:
+        """For chunks of about equal length that keep within the bound on memory, with made-up rows
+        of one, and for a few rows.
+        """
         theta, least = self._made_up.theta, full_vectors(1)
         rows = self._made_up.rows(least)
         graph = few = recorded(way, theta, *rows)
@@ -172,7 +177,7 @@ class Recorder:
             chunks = math.ceil(self._num_records / limit)
             rows = self._made_up.rows(full_vectors(math.ceil(self._num_records / chunks)))
             graph = recorded(way, theta, *rows)
-        return kind(graph, rows, few)
+        return graph, rows, few
 
 
 class _TensorsOfTheRow(TorchFunctionMode):

@@ -15,16 +15,19 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import UnfitModel as UnfitModel
 from ..noise import fresh_generator
 from ..processes import Lock
 
 Model = Callable[..., Any]
+OfTheta = Callable[[Tensor], Tensor]
 Trace = Any  # pyro.poutine.trace_struct.Trace
 
 _CHECKS_VALUES = "_validate_args"  # torch has no public switch for one distribution
 FLAVOURS = ("normal", "uniform", "binary", "counts")
+PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
 
 
 # Pyro keeps active effects in one list for all threads, and torch its global generator: one thread
@@ -141,16 +144,61 @@ def improper(error: Exception) -> UnfitModel:
     )
 
 
-def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0) -> bool:
+def last_digits(count: int, dtype: torch.dtype) -> float:
+    """So many of the last digits of a number, as a share of it. It is bounded: in a dtype of few
+    digits a change of them would hide a dependence.
+    """
+    return min(count * torch.finfo(dtype).eps, _FEW)
+
+
+class _OtherDigits(TorchDispatchMode):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_own = not any(result.alias_info for result in func._schema.returns)
+        if not (is_own and isinstance(found, Tensor) and found.is_floating_point()):
+            return found
+        return found * (1 + self._share * torch.randn_like(found).sign())
+
+
+def rounding(function: OfTheta, theta: Tensor) -> Tensor:
+    """How far rounding may move the results of ``function``: as far as a change of the last digits
+    of all that it computes, up or down by chance.
+    """
+    expected, others = function(theta), []
+    with public_randomness():
+        for _ in range(PERTURBED):
+            with _OtherDigits(last_digits(16, theta.dtype)):
+                others.append(function(theta.clone()))
+    return (torch.stack(others) - expected).abs().amax(0)
+
+
+def agree(ours: OfTheta, theirs: OfTheta, theta: Tensor, size: float = 0.0) -> bool:
+    """Whether two functions are the same at θ but for rounding: also for that of large numbers that
+    cancel.
+    """
+    a, b = ours(theta), theirs(theta)
+    if nearly_equal(a, b, size):
+        return True
+    return nearly_equal(a, b, size, rounding(ours, theta) + rounding(theirs, theta))
+
+
+def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0, rounding: Tensor | float = 0.0) -> bool:
     """Whether two results agree but for rounding in their dtype. ``size``: of what they are sums
-    of, which may cancel.
+    of, which may cancel. ``rounding``: how far they may be off besides, which counts up to what is
+    usual for numbers of size 1.
     """
     if a.shape != b.shape:
         return False
     tolerance = 1e-9 if a.dtype == torch.float64 else 1e-4 if a.dtype == torch.float32 else 3e-2
     scale = float(b.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
     scale = max(scale, size)
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (scale + 1e-30), equal_nan=True)
+    besides = torch.as_tensor(rounding, device=b.device).nan_to_num(0.0).clamp(max=tolerance)
+    near = (a - b).abs() <= tolerance * (b.abs() + scale + 1e-30) + besides
+    return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
 
 
 def without_parameters(model: Model, *args: Any, **kwargs: Any) -> Any:

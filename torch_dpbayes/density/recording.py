@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vmap
-from torch.fx import GraphModule, Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .pyro_runs import UnfitModel
@@ -98,6 +98,25 @@ def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
             return [True] * len(sizes)
         found |= {user.args[1] for user in node.users}
     return [number in found for number in range(len(sizes))]
+
+
+def result_of(graph: GraphModule, number: int) -> GraphModule:
+    """A graph for one of the results of ``graph``, of the operations that it needs. One that raises
+    an error stays with what it looks at: where there is no derivative there may be a value.
+    """
+    part = Graph()
+    results: Any = part.graph_copy(graph.graph, val_map={})
+    needed, left = set[Any](), [part.output(results[number])]
+    while left:
+        needed.add(node := left.pop())
+        left += set(node.all_input_nodes) - needed
+
+    def stays(node: Any) -> bool:
+        sources = (s.args[0] if s.target is operator.getitem else s for s in node.all_input_nodes)
+        return node.is_impure() and needed.issuperset(sources)
+
+    part.eliminate_dead_code(stays)
+    return GraphModule(graph, part)
 
 
 def most_bytes(graph: GraphModule, *inputs: Tensor) -> int:

@@ -256,6 +256,11 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
         if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
+            if settings.user_ids is None:
+                raise ArgumentError(
+                    "this loader draws users, and without user_ids= only records would be"
+                    " protected: pass user_ids= again, or a new DataLoader"
+                )
             rate *= draws.users.counted_records / len(records)
         is_plain = settings.sampling == "poisson" and settings.max_batch_size is None
         if is_plain and settings.user_ids is None:

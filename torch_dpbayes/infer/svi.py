@@ -212,7 +212,8 @@ class DPSVI:
         """
         if self._density is not None:
             raise StateError("call load_state_dict before the first step: build a new DPSVI.")
-        self._saved = state
+        with reading_state():
+            self._saved = dict(state)
 
     def __reduce__(self) -> NoReturn:
         raise ArgumentTypeError(

@@ -240,22 +240,21 @@ class Chain(NamedTuple):
             if self.pipe.poll() or os.getppid() != starter:
                 raise KeyboardInterrupt
 
-        try:
-            for value in _gen_samples(
-                kernel, warmup_steps, num_samples, after_an_iteration, None, *args, **kwargs
-            ):
-                self._send("value", value)
-            self._send("end", None)
-        except KeyboardInterrupt:
-            pass
-        except Exception as error:
-            told: Exception = error
+        with suppress(KeyboardInterrupt):
             try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:  # it cannot be sent
-                told = StateError(f"a chain failed with a {type(error).__name__}.")
-            # beside it, for not every error keeps its notes on the way
-            self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
+                for value in _gen_samples(
+                    kernel, warmup_steps, num_samples, after_an_iteration, None, *args, **kwargs
+                ):
+                    self._send("value", value)
+                self._send("end", None)
+            except Exception as error:
+                told: Exception = error
+                try:
+                    pickle.loads(pickle.dumps(error))
+                except Exception:  # it cannot be sent
+                    told = StateError(f"a chain failed with a {type(error).__name__}.")
+                # beside it, for not every error keeps its notes on the way
+                self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
 
     def _send(self, kind: str, value: Any) -> None:
         if isinstance(value, dict):

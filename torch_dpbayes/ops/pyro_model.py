@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import transforms
 
 from ..density import InvalidPoint, Prior, RecordDensity, clipped_ratio_sum
+from ..density.arguments import Arguments
 from ..density.pyro_runs import using_pyro
 from ..errors import CertificateError
 from .models import Data, Density, Limits, Model, gradient_of
@@ -23,13 +24,14 @@ _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers 
 
 
 class PyroModel(Model):
-    """A Pyro model with one data plate, over its continuous latents in unconstrained space. Only
-    the prior, which is made without the data, is kept between calls.
+    """A Pyro model with one data plate, over its continuous latents in unconstrained space. What is
+    kept between calls, and used again for arguments of the same shapes, is made without the data.
     """
 
     def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
         self._model, self._count_is_public = model, count_is_public
         self._prior: Prior | None = None
+        self._read: dict[Any, RecordDensity] = {}  # without records; by what the model sees
         self._wants_unconstrained: str | None = None
 
     def require_unconstrained(self, certificate: str) -> None:
@@ -38,8 +40,13 @@ class PyroModel(Model):
     def prepare(self, data: Data) -> Data:
         """The model on its data, after checks on synthetic rows of the data's shapes."""
         with using_pyro:
-            density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
-            density.prior.sample()  # refuses, before the charge, a prior that no chain starts from
+            seen = _seen_of(data)
+            if (known := self._read.get(seen)) is not None:
+                arguments = Arguments(data, None, self._count_is_public)
+                density = known.with_rows(arguments.take_rows(known.arguments.size))
+            else:
+                density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
+                density.prior.sample()  # refuses, before the charge, one that no chain starts from
         prior = density.prior
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
@@ -49,6 +56,8 @@ class PyroModel(Model):
                         " not: transform a real latent in the model, or use Bounded."
                     )
         self._prior = prior
+        if len(seen) == len(density.arguments.row_dims):  # all of them are data
+            self._read = {seen: density.with_rows([row[:0] for row in density.rows()])}
         return (density,)
 
     def num_records(self, data: Data) -> int:
@@ -104,6 +113,14 @@ class PyroModel(Model):
         assert self._prior is not None
         values = self._prior.constrain(theta.to(self._prior.dtype))
         return {name: value.detach().clone() for name, value in values.items()}
+
+
+def _seen_of(data: Data) -> tuple[Any, ...]:
+    """What a model sees of tensors but for their values; () of other arguments."""
+    if not all(type(t) is Tensor for t in data):
+        return ()
+    state = torch.get_default_dtype(), torch.get_num_threads()
+    return tuple((t.shape, t.dtype, t.device, *state) for t in data)
 
 
 def _is_identity(transform: Any) -> bool:

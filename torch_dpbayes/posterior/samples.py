@@ -175,13 +175,16 @@ class PosteriorSamples(Chain):
                 f"{os.fspath(path)} has no samples of this version: it was not written by"
                 " PosteriorSamples.save"
             )
-        stated = {name: content[name] for name in _ARGUMENTS}
-        if stated["noise_std"] == _FUNCTION:
-            stated["noise_std"] = forgotten_noise_std
-        loaded = cls(**stated)
-        loaded._temperature = content["temperature"]
-        loaded._num_collected = content["num_collected"]
-        loaded._samples = content["samples"]
+        try:
+            stated = {name: content[name] for name in _ARGUMENTS}
+            if stated["noise_std"] == _FUNCTION:
+                stated["noise_std"] = forgotten_noise_std
+            loaded = cls(**stated)
+            loaded._temperature = content["temperature"]
+            loaded._num_collected = content["num_collected"]
+            loaded._samples = content["samples"]
+        except KeyError as error:
+            raise CheckpointError(f"{os.fspath(path)} is damaged: it has no {error}") from error
         return loaded
 
     @property
