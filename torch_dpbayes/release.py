@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import is_available, is_initialized
+from torch.distributed import is_initialized
 
 from .accounting import events
 from .accounting.accountant import PrivacyAccountant
@@ -40,6 +40,7 @@ from .processes import Lock
 # of a sum, from which on float32 would round by more than 10⁻³·C
 _MANY_RECORDS = 2**14
 _COUNT = "private_clipped_fraction"  # by which the accountant's summary names it
+_FIXED = frozenset((float, int, str))  # types of numbers and texts, which nobody changes in place
 _log = logging.getLogger("torch_dpbayes")
 
 Settings = Callable[[], Mapping[str, Any]]
@@ -69,12 +70,15 @@ class GroupGradient:
         self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def current_options(self) -> list[Any]:
-        """The group's options, copied where they may be changed in place."""
-        return [
-            value.tolist() if isinstance(value, Tensor) else copy(value)
-            for name, value in self.group.items()
-            if name != "params"
-        ]
+        """The group's options, which are public; copied where they may be changed in place."""
+        found = []
+        for name, value in self.group.items():
+            if type(value) in _FIXED:
+                found.append(value)
+            elif name != "params":
+                require_public("a parameter group", [value])
+                found.append(value.tolist() if isinstance(value, Tensor) else copy(value))
+        return found
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` by pieces that are shaped like the parameters."""
@@ -278,7 +282,7 @@ class Release:
         ``settings`` gives those on which the law of the release depends, and ranks must agree on
         ``norm``, that of the parameters.
         """
-        if self.ranks is None and not self._is_alone and is_available() and is_initialized():
+        if self.ranks is None and not self._is_alone and is_initialized():
             require_single_process()
         if not self._collect(layout):
             return False

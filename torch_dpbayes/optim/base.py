@@ -14,7 +14,6 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
 from operator import itemgetter
@@ -38,7 +37,6 @@ from ..release import GroupGradient, Layout, require_public
 from . import priors
 from .settings import DeclaredOptimizer
 
-_ALONE = nullcontext()
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
@@ -88,7 +86,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         """
         release, loss = self.release, None
         # an error on one rank is one on all
-        with release.lock, release.ranks or _ALONE, torch.set_grad_enabled(False):
+        with release.lock, release.ranks or release.lock, torch.set_grad_enabled(False):
             try:
                 if closure is not None:
                     with torch.enable_grad():
@@ -100,8 +98,6 @@ class PrivateOptimizer(DeclaredOptimizer):
                         " record overflows: use torch.autocast with bfloat16 and no GradScaler.",
                         code="grad-scaler",
                     )
-                for group in self.param_groups:
-                    require_public("a parameter group", group.values())
                 require_public("the optimizer's state", self.state.values())
                 layout = self._current_layout()
                 for part in layout.groups:
@@ -142,6 +138,8 @@ class PrivateOptimizer(DeclaredOptimizer):
             for p in group["params"]:
                 made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
         if self._layout is None or self._layout_made_for != made_for:
+            for group in self.param_groups:
+                require_public("a parameter group", group.values())
             if self._layout is None and self.release.draws is None:
                 for warning in self.unused_floor:
                     _log.warning("%s", warning)
@@ -327,8 +325,7 @@ def _largest_norm(layout: Layout) -> float:
     """
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
-    # NaN if any is
-    largest = float(torch.stack(norms).sum())
+    largest: float = sum(torch.stack(norms).tolist())  # NaN if any is
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
             f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
