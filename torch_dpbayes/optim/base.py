@@ -34,7 +34,7 @@ from ..errors import (
     reading_state,
 )
 from ..release import GroupGradient, Layout, require_public
-from . import priors
+from . import checkpoints, priors
 from .settings import DeclaredOptimizer
 
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
@@ -261,7 +261,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         state["private_step"] = private = {
             "algorithm": type(self).__name__,
             "shapes": self._shapes(),
-            **self.release.state_dict(),
+            **checkpoints.state_of(self.release),
         }
         if self.derives_clip_norm:
             private["derived_noise"] = self._derived_noise
@@ -301,7 +301,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                     f"the state has no {name} of its parameter groups: build the optimizer with"
                     " the arguments of the saved run"
                 )
-        self.release.resume_charges(private)
+        checkpoints.resume_charges(self.release, private)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
@@ -309,7 +309,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                 # torch rounds it to the parameter's dtype
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
-        self.release.resume_streams(private)
+        checkpoints.resume_streams(self.release, private)
         self._resume_bound(private.get("derived_noise"))
         self._layout = None
 

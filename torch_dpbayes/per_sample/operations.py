@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -84,7 +84,8 @@ def _run(function: Any, name: str, *given: Any) -> Any:
         with as_traced():
             if name in kinds.DRAW_NOTHING:
                 return operation.run()
-            with operation.private_numbers():
+            rows = [f._rows for f in operation.followed if not f._rows.is_meta]  # not sealed
+            with operation.batch.randomness({r.device for r in rows}, rows):
                 return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
@@ -231,11 +232,6 @@ class _Operation:
             raise self.batch.refuse(
                 f"{self.name} gets a tensor outside the model that requires grad", "loss-outside"
             )
-
-    def private_numbers(self) -> AbstractContextManager[None]:
-        """The context in which nobody knows the random numbers that the function draws."""
-        rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are
-        return self.batch.randomness({r.device for r in rows}, rows)
 
     def remedy(self) -> str | None:
         """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
