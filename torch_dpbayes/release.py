@@ -12,7 +12,6 @@ and the smallest z is charged, which bounds the release whose groups are scaled 
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import is_available, is_initialized
+from torch.distributed import is_initialized
 
 from .accounting import events
 from .accounting.accountant import PrivacyAccountant
 from .batches.sampler import PoissonSampler
 from .batches.sampling_schemes import RandomAllocationSampler
 from .distributed import STEP, Ranks, require_single_process
-from .errors import ArgumentError, CheckpointError, StateError, StepError
+from .errors import ArgumentError, StateError, StepError
 from .noise import GaussianNoise, PrivateRandomness, add_gaussian, digest
 from .per_sample.derived import FixedTensors, holds_records
 from .per_sample.gradient_source import GradientSource
@@ -39,8 +38,6 @@ from .processes import Lock
 
 # of a sum, from which on float32 would round by more than 10⁻³·C
 _MANY_RECORDS = 2**14
-_COUNT = "private_clipped_fraction"  # by which the accountant's summary names it
-_log = logging.getLogger("torch_dpbayes")
 
 Settings = Callable[[], Mapping[str, Any]]
 # a parameter group with the names and the tensors of its trainable parameters
@@ -69,12 +66,15 @@ class GroupGradient:
         self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def current_options(self) -> list[Any]:
-        """The group's options, copied where they may be changed in place."""
-        return [
-            value.tolist() if isinstance(value, Tensor) else copy(value)
-            for name, value in self.group.items()
-            if name != "params"
-        ]
+        """The group's options, which are public; copied where they may be changed in place."""
+        found = []
+        for name, value in self.group.items():
+            if type(value) in (float, int, str):  # nobody changes one in place
+                found.append(value)
+            elif name != "params":
+                require_public("a parameter group", [value])
+                found.append(value.tolist() if isinstance(value, Tensor) else copy(value))
+        return found
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` by pieces that are shaped like the parameters."""
@@ -194,7 +194,7 @@ class Release:
         self.source: GradientSource = HooksGradientSource(is_vouched=assume_independent)
         self.draws: PoissonSampler | None = None
         self.ranks: Ranks | None = None
-        self._fixed: FixedTensors | None = None
+        self.fixed: FixedTensors | None = None
         self._delivery: Delivery | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self.bound_from, self._is_warned = "", False
@@ -225,7 +225,7 @@ class Release:
         """Take gradients from ``source`` from now on, and compare every step with the ``draws`` and
         the ``fixed`` tensors. ``is_alone``: other ranks have nothing to do with it.
         """
-        self.source, self.draws, self._fixed = source, draws, fixed
+        self.source, self.draws, self.fixed = source, draws, fixed
         draws.accountant = self.accountant
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.scheme
@@ -250,7 +250,7 @@ class Release:
         new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), Lock()
         if has_other_parameters:  # of a copied model, which needs hooks of its own
             new.source = HooksGradientSource(is_vouched=self._assume_independent)
-            new._fixed = None
+            new.fixed = None
         new.start_afresh()
         return new
 
@@ -265,8 +265,8 @@ class Release:
         members = trainable_members(groups)
         parameters = [p for _, _, own in members for p in own]
         extra = self.query.extra_size(sum(p.numel() for p in parameters), parameters[0].device)
-        if self._fixed is not None:  # look at the fixed ones themselves once
-            self._fixed.look_closely()
+        if self.fixed is not None:  # look at the fixed ones themselves once
+            self.fixed.look_closely()
         records = self.query.expected_batch_size
         return Layout(members, extra, records, is_shared=self.ranks is not None)
 
@@ -278,12 +278,12 @@ class Release:
         ``settings`` gives those on which the law of the release depends, and ranks must agree on
         ``norm``, that of the parameters.
         """
-        if self.ranks is None and not self._is_alone and is_available() and is_initialized():
+        if self.ranks is None and not self._is_alone and is_initialized():
             require_single_process()
         if not self._collect(layout):
             return False
-        if self._fixed is not None:
-            self._fixed.require_unchanged()
+        if self.fixed is not None:
+            self.fixed.require_unchanged()
         smallest: float = min(map(attrgetter("noise_multiplier"), layout.groups))
         if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
@@ -453,85 +453,6 @@ class Release:
         own = None if self.noise.generator is None else digest([layout.buffer]).hex()
         sums = ranks.check_consistent(STEP, facts, beside=own, norm=norm)
         return [] if own is None else [repr(sums)]
-
-    # -- a count beside the steps ------------------------------------------------------------------
-
-    def share_of(self, noise_multiplier: float, bound: float, norms: Tensor) -> float:
-        """The release of :func:`~torch_dpbayes.private_clipped_fraction`, of a draw of its own."""
-        if self._fixed is not None:
-            self._fixed.require_unchanged()
-        self.noise.require_usable(norms.device)
-        event: events.DpEvent = events.GaussianDpEvent(float(noise_multiplier))
-        if self.sample_rate < 1:
-            event = events.PoissonSampledDpEvent(self.sample_rate, event)
-        self.accountant.compose(event, label=_COUNT)
-        self.accountant.note(f"{_COUNT}: records are kept apart {self.independence}")
-        # a ramp: at a step the rounding of norms, which one record more changes, counts for many
-        longer = norms.double().nan_to_num(nan=math.inf, posinf=math.inf) / bound
-        total = longer.sub(1).mul(100).clamp(-0.5, 0.5).sum()
-        hides = (repr((bound, noise_multiplier)), norms)
-        noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
-        batch = self.query.expected_batch_size
-        share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
-        return float(share.clamp(0.0, 1.0))
-
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The accountant's history, and the streams of noise and sampling if the caller passed
-        ``generator=``.
-        """
-        saved: dict[str, Any] = {
-            "accountant": self.accountant.state_dict(),
-            "independence": self.independence,
-        }
-        if self.noise.generator is not None:
-            saved["noise"] = self.noise.generator.get_state()
-        if self.draws is not None and self.draws.generator is not None:
-            saved["sampler"] = self.draws.position()
-        return saved
-
-    def resume_charges(self, saved: Mapping[str, Any]) -> None:
-        """See that the accountant holds what the saved run was charged; an empty one takes it over.
-
-        Raises:
-            ValueError: it does not, or the saved run's batches would be drawn again.
-        """
-        if (draws := self._drawn_again(saved)) is not None:
-            draws.require_position(saved["sampler"])
-        accountant, releases = self.accountant, len(self.accountant)
-        speaks = self.ranks is None or self.ranks.rank == 0
-        # another rank's state names the job of rank 0, which looks closer and adds the noise
-        if speaks or accountant.path is not None or releases < _num_charges(saved):
-            accountant.resume(saved["accountant"])
-            if speaks and accountant.path is None and not releases and len(accountant):
-                _log.warning(
-                    "resumed with an accountant in memory: releases after this state was saved,"
-                    " or from another copy of it, are not counted. PrivacyAccountant(path=...)"
-                    " counts all."
-                )
-        if draws is not None and len(accountant) > _num_charges(saved):
-            raise CheckpointError(
-                "the accountant was charged after this state was saved, and the DataLoader's"
-                " generator= would draw those batches again, with other noise: leave it out."
-            )
-
-    def resume_streams(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the saved run's random numbers, where they are the caller's."""
-        self.start_afresh()
-        if "noise" in saved and self.noise.generator is not None:
-            self.noise.generator.set_state(saved["noise"])
-        if (draws := self._drawn_again(saved)) is not None:
-            draws.resume(saved["sampler"])
-
-    def _drawn_again(self, saved: Mapping[str, Any]) -> PoissonSampler | None:
-        """The draws, where they go on from the saved ones."""
-        is_seeded = self.draws is not None and self.draws.generator is not None
-        return self.draws if is_seeded and "sampler" in saved else None
-
-
-def _num_charges(saved: Mapping[str, Any]) -> int:
-    return sum(int(count) for _, count, *_ in saved["accountant"]["history"])
 
 
 def options_of(group: dict[str, Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +19,10 @@ from ..per_sample.bookkeeping import BookkeepingGradientSource
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.nested import tensors_in
 from ..per_sample.operations import Delivery
+from ..release import Release
 
 Criterion = Callable[[Any, Any], Tensor]
+_COUNT = "private_clipped_fraction"  # by which the accountant's summary names it
 
 
 def private_clipped_fraction(
@@ -83,9 +86,29 @@ def private_clipped_fraction(
             " through the model once",
             code="step-records",
         )
-    share = optimizer.release.share_of(noise_multiplier, bound, norms)
+    share = share_of(optimizer.release, noise_multiplier, bound, norms)
     draws.mark_used()
     return share
+
+
+def share_of(release: Release, noise_multiplier: float, bound: float, norms: Tensor) -> float:
+    """The release of :func:`private_clipped_fraction`, of a draw of its own."""
+    if release.fixed is not None:
+        release.fixed.require_unchanged()
+    release.noise.require_usable(norms.device)
+    event: events.DpEvent = events.GaussianDpEvent(float(noise_multiplier))
+    if release.sample_rate < 1:
+        event = events.PoissonSampledDpEvent(release.sample_rate, event)
+    release.accountant.compose(event, label=_COUNT)
+    release.accountant.note(f"{_COUNT}: records are kept apart {release.independence}")
+    # a ramp: at a step the rounding of norms, which one record more changes, counts for many
+    longer = norms.double().nan_to_num(nan=math.inf, posinf=math.inf) / bound
+    total = longer.sub(1).mul(100).clamp(-0.5, 0.5).sum()
+    hides = (repr((bound, noise_multiplier)), norms)
+    noise = release.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
+    batch = release.query.expected_batch_size
+    share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
+    return float(share.clamp(0.0, 1.0))
 
 
 def simulate_gradient_norms(

@@ -78,10 +78,7 @@ class PrivacyEngine:
         return self._accountant
 
     def __repr__(self) -> str:
-        found = (
-            "nothing is made private yet" if self._accountant is None else repr(self._accountant)
-        )
-        return f"{type(self).__name__}: {found}"
+        return f"{type(self).__name__}: {self._accountant or 'nothing is made private yet'}"
 
     def _repr_html_(self) -> str:
         return repr(self) if self._accountant is None else words.html(self, {}, self._accountant)
@@ -126,11 +123,7 @@ class PrivacyEngine:
         files.save(state, path)
 
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        module: nn.Module,
-        optimizer: PrivateOptimizer,
+        self, path: str | os.PathLike[str], *, module: nn.Module, optimizer: PrivateOptimizer
     ) -> dict[str, Any]:
         """Resume from a file of :meth:`save_checkpoint`, in a module and optimizer that were made
         private in the same way. Returns ``checkpoint_dict``. No code in the file is run.
@@ -151,15 +144,7 @@ class PrivacyEngine:
         if not {_MODULE, _OPTIMIZER} <= state.keys():
             raise CheckpointError(f"{os.fspath(path)} was not written by {_WRITER}")
         of_module = state.pop(_MODULE)
-        saved, own = (
-            {name: getattr(value, "shape", torch.Size()) for name, value in of.items()}
-            for of in (of_module, module.state_dict())
-        )
-        if saved != own:  # before charges are taken over
-            raise CheckpointError(
-                f"the checkpoint is of another network: {difference_of(saved, own)}. Load it into"
-                " the network that was saved; nothing was changed."
-            )
+        _require_alike(of_module, module.state_dict())  # before charges are taken over
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
         module.load_state_dict(of_module)
         return state
@@ -338,3 +323,15 @@ class PrivacyEngine:
             )
             self._accountant = optimizer.accountant
             return settings.module, optimizer, loader
+
+
+def _require_alike(*states: Mapping[str, Any]) -> None:
+    saved, own = (
+        {name: getattr(value, "shape", torch.Size()) for name, value in state.items()}
+        for state in states
+    )
+    if saved != own:
+        raise CheckpointError(
+            f"the checkpoint is of another network: {difference_of(saved, own)}. Load it into the"
+            " network that was saved; nothing was changed."
+        )

@@ -14,7 +14,6 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
 from operator import itemgetter
@@ -35,10 +34,9 @@ from ..errors import (
     reading_state,
 )
 from ..release import GroupGradient, Layout, require_public
-from . import priors
+from . import checkpoints, priors
 from .settings import DeclaredOptimizer
 
-_ALONE = nullcontext()
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
@@ -88,7 +86,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         """
         release, loss = self.release, None
         # an error on one rank is one on all
-        with release.lock, release.ranks or _ALONE, torch.set_grad_enabled(False):
+        with release.lock, release.ranks or release.lock, torch.set_grad_enabled(False):
             try:
                 if closure is not None:
                     with torch.enable_grad():
@@ -100,8 +98,6 @@ class PrivateOptimizer(DeclaredOptimizer):
                         " record overflows: use torch.autocast with bfloat16 and no GradScaler.",
                         code="grad-scaler",
                     )
-                for group in self.param_groups:
-                    require_public("a parameter group", group.values())
                 require_public("the optimizer's state", self.state.values())
                 layout = self._current_layout()
                 for part in layout.groups:
@@ -142,6 +138,8 @@ class PrivateOptimizer(DeclaredOptimizer):
             for p in group["params"]:
                 made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
         if self._layout is None or self._layout_made_for != made_for:
+            for group in self.param_groups:
+                require_public("a parameter group", group.values())
             if self._layout is None and self.release.draws is None:
                 for warning in self.unused_floor:
                     _log.warning("%s", warning)
@@ -263,7 +261,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         state["private_step"] = private = {
             "algorithm": type(self).__name__,
             "shapes": self._shapes(),
-            **self.release.state_dict(),
+            **checkpoints.state_of(self.release),
         }
         if self.derives_clip_norm:
             private["derived_noise"] = self._derived_noise
@@ -303,7 +301,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                     f"the state has no {name} of its parameter groups: build the optimizer with"
                     " the arguments of the saved run"
                 )
-        self.release.resume_charges(private)
+        checkpoints.resume_charges(self.release, private)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
@@ -311,7 +309,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                 # torch rounds it to the parameter's dtype
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
-        self.release.resume_streams(private)
+        checkpoints.resume_streams(self.release, private)
         self._resume_bound(private.get("derived_noise"))
         self._layout = None
 
@@ -327,8 +325,7 @@ def _largest_norm(layout: Layout) -> float:
     """
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
-    # NaN if any is
-    largest = float(torch.stack(norms).sum())
+    largest: float = sum(torch.stack(norms).tolist())  # NaN if any is
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
             f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"

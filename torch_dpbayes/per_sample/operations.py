@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -81,8 +81,12 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name == "backward" or name in kinds.METADATA:
             return operation.run()
-        with as_traced(), operation.private_numbers():
-            return operation.run()
+        with as_traced():
+            if name in kinds.DRAW_NOTHING:
+                return operation.run()
+            rows = [f._rows for f in operation.followed if not f._rows.is_meta]  # not sealed
+            with operation.batch.randomness({r.device for r in rows}, rows):
+                return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
     except DPBayesError:
@@ -229,13 +233,6 @@ class _Operation:
                 f"{self.name} gets a tensor outside the model that requires grad", "loss-outside"
             )
 
-    def private_numbers(self) -> AbstractContextManager[None]:
-        """The context in which nobody knows the random numbers that the function draws."""
-        if self.name in kinds.DRAW_NOTHING:
-            return nullcontext()
-        rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are
-        return self.batch.randomness({r.device for r in rows}, rows)
-
     def remedy(self) -> str | None:
         """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
         shapes = sorted((tuple(f.shape) for f in self.followed), key=len)
@@ -327,10 +324,10 @@ class _Operation:
         return losses_at_once(self.function, *rows, options)
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
-        if rows.numel() == len(rows):  # one number for each
-            rows = rows.flatten()
-        else:
+        if rows.numel() != rows.shape[0]:  # several numbers for each
             rows = rows.flatten(1).mean(1) if how == "mean" else rows.flatten(1).sum(1)
+        elif rows.dim() > 1:
+            rows = rows.flatten()
         return Followed(rows, self.batch, None, how)
 
     # -- any other function ------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -296,11 +295,10 @@ def losses_at_once(
     shape, options = outputs.shape, {**options, "reduction": "none"}
     if function in BY_ELEMENT:
         return function(outputs, labels, **options)
-    found, values = None, (outputs.flatten(0, 1), labels.flatten(0, 1))
-    if outputs.device.type == "cpu":  # where torch raises an error, and does not abort
-        with suppress(IndexError):
-            found = function(*values, **options)
-    if found is None:
+    values = outputs.flatten(0, 1), labels.flatten(0, 1)
+    try:  # torch raises an error on the CPU, where others abort
+        found = (function if outputs.is_cpu else FUNCTIONS[function])(*values, **options)
+    except IndexError:
         found = FUNCTIONS[function](*values, **options)
     return found if shape[1] == 1 else found.unflatten(0, shape[:2])
 

@@ -1,0 +1,66 @@
+"""What a checkpoint keeps of a release, and how a run goes on: no batch or noise is drawn again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+from ..release import Release
+
+
+def state_of(release: Release) -> dict[str, Any]:
+    """The accountant's history, and the streams of noise and sampling if the caller passed
+    ``generator=``.
+    """
+    saved: dict[str, Any] = {
+        "accountant": release.accountant.state_dict(),
+        "independence": release.independence,
+    }
+    if release.noise.generator is not None:
+        saved["noise"] = release.noise.generator.get_state()
+    if release.draws is not None and release.draws.generator is not None:
+        saved["sampler"] = release.draws.position()
+    return saved
+
+
+def resume_charges(release: Release, saved: Mapping[str, Any]) -> None:
+    """See that the accountant holds what the saved run was charged; an empty one takes it over.
+
+    Raises:
+        ValueError: it does not, or the saved run's batches would be drawn again.
+    """
+    if (draws := _drawn_again(release, saved)) is not None:
+        draws.require_position(saved["sampler"])
+    accountant, releases = release.accountant, len(release.accountant)
+    charged = sum(int(count) for _, count, *_ in saved["accountant"]["history"])
+    speaks = release.ranks is None or release.ranks.rank == 0
+    # another rank's state names the job of rank 0, which looks closer and adds the noise
+    if speaks or accountant.path is not None or releases < charged:
+        accountant.resume(saved["accountant"])
+        if speaks and accountant.path is None and not releases and len(accountant):
+            logging.getLogger("torch_dpbayes").warning(
+                "resumed with an accountant in memory: releases after this state was saved, or from"
+                " another copy of it, are not counted. PrivacyAccountant(path=...) counts all."
+            )
+    if draws is not None and len(accountant) > charged:
+        raise CheckpointError(
+            "the accountant was charged after this state was saved, and the DataLoader's generator="
+            " would draw those batches again, with other noise: leave it out."
+        )
+
+
+def resume_streams(release: Release, saved: Mapping[str, Any]) -> None:
+    """Go on with the saved run's random numbers, where they are the caller's."""
+    release.start_afresh()
+    if "noise" in saved and release.noise.generator is not None:
+        release.noise.generator.set_state(saved["noise"])
+    if (draws := _drawn_again(release, saved)) is not None:
+        draws.resume(saved["sampler"])
+
+
+def _drawn_again(release: Release, saved: Mapping[str, Any]) -> Any:
+    """The draws, where they go on from the saved ones; else None."""
+    is_seeded = release.draws is not None and release.draws.generator is not None
+    return release.draws if is_seeded and "sampler" in saved else None
