@@ -58,7 +58,7 @@ from .tilted_window import ACCURACY, choose_window, of_grid
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
-_ROUGH = 1e-2  # of a first bound in the better direction
+_ROUGH = 1e-2  # of a first bound in the better direction; of many releases a fifth is tried, too
 _MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
@@ -177,6 +177,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         return found
 
     worst, is_cut = math.nan, False
+    rough = (_ROUGH,) if len(levels) <= pairs.EXACT_LEVELS else (_ROUGH, _ROUGH / 5)
     for reverse in pairs.directions(levels):
         if not math.isnan(worst):
             most = pairs.largest_added_sum(levels) * (1 + 1e-12)
@@ -184,7 +185,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
                 continue
             if is_cut and by_cut(worst, True) < worst:
                 continue
-            if ask(reverse, accuracy=_ROUGH, is_pilot=True)[0] <= worst:
+            if any(ask(reverse, accuracy=a, is_pilot=True)[0] <= worst for a in rough):
                 continue
         (found, fine), is_cut = ask(reverse, is_pilot=cuts), False
         at = found if epsilon is None else epsilon

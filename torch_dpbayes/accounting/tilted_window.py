@@ -28,11 +28,13 @@ _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floa
 # of a step's share of the spread, at which epsilons that are no larger are looked at
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
+_AROUND = 8.0  # up to how many times a pilot's tilt is another one looked for
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL = 2e-4  # the largest interval, in epsilon
 _GROWTH = 4  # times a composition for which the window of a growing one is chosen
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
+_MIXED_GRID = 5.0  # the same for the grid of many releases, on which most of the time goes
 
 
 class _Losses:
@@ -138,7 +140,8 @@ def choose_window(
     sampled, others = scattered_of(levels)
     losses = _Losses(others if sampled else levels, reverse, tail)
     near = Near(1.0, -1.0, reverse, _PILOT_EXCESS, 2)
-    for tilts in (_TILTS[::4], _TILTS) if sampled else (_TILTS,):
+    tilts = _TILTS[::4] if sampled else _TILTS
+    for _ in range(2 if sampled else 1):
         if sampled:
             mixed = mixtures(sampled, near)
             if mixed is None:
@@ -152,16 +155,18 @@ def choose_window(
         if grows and asked_log_delta is not None:
             log_delta = asked_log_delta
         tilt = min(tilt, largest_tilt)
+        variance_there = float(np.interp(tilt, tilts, variance))
+        tilts = _TILTS[(_TILTS >= tilt / _AROUND) & (_TILTS <= tilt * _AROUND)]
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
         excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         near = Near(tilt, log_delta, reverse, excess, fewest)
     assert epsilon is not None and log_delta is not None
     if sampled:
-        accuracy *= _MIXED_ACCURACY
+        accuracy *= _MIXED_GRID
     least, largest = losses.ends()
     # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
     # the cell.
-    scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
+    scale = max(epsilon, 0.05 * math.sqrt(variance_there))
     scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
     wanted = math.sqrt(12 * accuracy * scale / (total * (1 + tilt)))
     if largest_tilt == math.inf:  # losses up to a cut have a density
