@@ -199,6 +199,27 @@ def test_large_losses_of_what_is_its_own_reverse_count_where_a_record_was_added(
     assert found >= fine.lower_epsilon(1e-9) > 3.0
 
 
+@pytest.mark.parametrize("delta", [1e-6, 1e-4, 2e-4])
+def test_losses_far_below_0_leave_the_sum_below_0(delta):
+    """Where a record was added, and few releases can raise the loss by their rates only."""
+    levels = {Sampled("directed", 1e-4, 0.7): 8, Sampled("directed", 3e-4, 2.0): 5}
+    capped, is_reversed = bounds._of_added(levels)
+    assert not is_reversed and all(pair.reverse for pair in capped)
+    whole, short = (
+        compose(of, way, delta=delta, accuracy=1e-6)
+        for of, way in ((levels, True), (capped, False))
+    )
+    assert short.upper_epsilon(delta) == pytest.approx(whole.upper_epsilon(delta), rel=2e-4)
+    assert short.upper_epsilon(delta) >= whole.lower_epsilon(delta) > 0
+
+
+def test_what_lies_above_the_window_of_a_cut_does_not_decide():
+    """From a first bound twenty times too large it was not shown to be one."""
+    levels, delta = {Sampled("directed", 1.85e-7, 0.674): 119}, 2.6e-15
+    near, far = (bounds.epsilon_by_cut(levels, delta, start) for start in (0.006, 0.15))
+    assert far == pytest.approx(near, rel=2e-3) and near < 0.006
+
+
 @pytest.mark.parametrize("rate", [1e-9, 1e-12])
 def test_a_profile_below_0_keeps_its_digits(rate):
     """delta is at least 1 - e^epsilon."""

@@ -58,7 +58,7 @@ from .tilted_window import ACCURACY, choose_window, of_grid
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
-_ROUGH = 1e-2  # of a first bound in the better direction
+_ROUGH = 1e-2  # of a first bound in the better direction; of many releases a fifth is tried, too
 _MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
@@ -66,6 +66,7 @@ _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # of epsilon, that a cell of the grid may be wide
 _VANISHING = 1e-3  # relative excess that is aimed at where epsilon is far below the losses
 _FINER = 8.0  # ratio of the grids that are tried for it
+_RARE = 0.01  # rates of all releases together
 _CUT, _LARGEST_CUT = 0.25, 64.0  # of epsilon
 _THREE = 1e-4  # of delta, that three losses above the cut may have
 _MOST_MASS = 5e-4  # above the cut; delta is larger by about as much
@@ -164,7 +165,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
     cuts = cuts and all(isinstance(pair, pairs.Sampled | pairs.Gaussian) for pair in levels)
 
     def ask(reverse: bool, **options: Any) -> tuple[float, Composition]:
-        found = compose(levels, reverse, **asked, **options)
+        found = compose(*(_of_added(levels) if reverse else (levels, False)), **asked, **options)
         answer = found.upper_delta(epsilon) if delta is None else found.upper_epsilon(delta)
         return answer, found
 
@@ -176,6 +177,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         return found
 
     worst, is_cut = math.nan, False
+    rough = (_ROUGH,) if len(levels) <= pairs.EXACT_LEVELS else (_ROUGH, _ROUGH / 5)
     for reverse in pairs.directions(levels):
         if not math.isnan(worst):
             most = pairs.largest_added_sum(levels) * (1 + 1e-12)
@@ -183,7 +185,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
                 continue
             if is_cut and by_cut(worst, True) < worst:
                 continue
-            if ask(reverse, accuracy=_ROUGH, is_pilot=True)[0] <= worst:
+            if any(ask(reverse, accuracy=a, is_pilot=True)[0] <= worst for a in rough):
                 continue
         (found, fine), is_cut = ask(reverse, is_pilot=cuts), False
         at = found if epsilon is None else epsilon
@@ -191,7 +193,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
             if fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF:
                 before, found = found, by_cut(found, reverse)
                 is_cut = found < before
-        if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
+        if found > 0 and fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             again, fine = ask(reverse)
             found = min(found, again)
         if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
@@ -201,6 +203,17 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
     return worst
+
+
+def _of_added(levels: Mapping[Pair, int]) -> tuple[Mapping[Pair, int], bool]:
+    """The same where a record was added, and whether each pair is still to be reversed. Of a few
+    rare releases losses far below 0 leave the sum below 0: they count as less far below.
+    """
+    most = pairs.largest_added_sum(levels) * (1 + 1e-12)
+    sampled = {pair: n for pair, n in levels.items() if isinstance(pair, pairs.Sampled)}
+    if len(sampled) < len(levels) or most > _RARE:
+        return levels, True
+    return {pairs.Capped(pair, most, reverse=True): n for pair, n in sampled.items()}, False
 
 
 def _vanishing_epsilon(
@@ -291,7 +304,12 @@ def _cut(
         turned = reverse and pairs.has_two_directions(pair)
         core[pairs.Capped(pair, most, turned) if isinstance(pair, pairs.Sampled) else pair] = count
     window = choose_window(core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon)
-    of_core = Composition(window, core, False, tail).profile()
+    composed = Composition(window, core, False, tail)
+    if composed.above > _THREE * delta:  # what lies above the window counts at every epsilon
+        further = math.log(composed.above / (_THREE * delta)) / window.upper_tilt
+        window = window._replace(upper=window.upper + further)
+        composed = Composition(window, core, False, tail)
+    of_core = composed.profile()
     largest = max((loss for *_, loss in above), default=most)
     points = np.geomspace(most, 2.5 * max(largest, most), _POINTS + 1)
     once = np.zeros(len(points))

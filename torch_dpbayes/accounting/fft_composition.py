@@ -40,7 +40,8 @@ from .tilted_window import (
 
 Spectrum: TypeAlias = NDArray[np.complex128]
 
-_WIDE_WINDOW, _PILOT_SIZE = 2**20, 2**16  # where another composition may be tighter
+_WIDE_PILOT, _PILOT_SIZE = 2**18, 2**16  # where another composition may be tighter
+_WIDEST_STEP = 2**20  # of a release that joins a composition
 _ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _ATTEMPTS = 4
@@ -235,7 +236,7 @@ class Composition:
         """One more release on the same grid, unless that is far too fine for it."""
         _require_near({pair: 1})
         losses = loss_nodes(pair, self.tail).losses
-        if losses.max() - losses.min() > _WIDE_WINDOW * self.interval:
+        if losses.max() - losses.min() > _WIDEST_STEP * self.interval:
             raise OverflowError(BEYOND)
         return _transform_of(pair, self.window, self._size, self.reverse, self.tail)
 
@@ -438,7 +439,7 @@ def compose(
             tail = tail_of(max(math.exp(window.near.log_delta), SMALLEST), total)
             interval = max(interval, width / _ROUGH_SIZE)
         interval = max(interval, finest)
-        if is_pilot and width / interval > _WIDE_WINDOW:
+        if is_pilot and width / interval > _WIDE_PILOT:
             interval = width / _PILOT_SIZE
         window = window._replace(interval=interval)
         composition = Composition(window, levels, reverse, tail, mixed)

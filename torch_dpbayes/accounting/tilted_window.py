@@ -25,14 +25,16 @@ _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _CUT_TILTS = np.append([0.05, 0.1, 0.2], _WINDOW_TILTS)  # of losses up to a cut: those near it
 _OUTSIDE = 1e-9  # tilted mass that the window may miss, at ordinary tilts
 _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floats
-# of a step's mean absolute loss, at which epsilons that are no larger are looked at
+# of a step's share of the spread, at which epsilons that are no larger are looked at
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
+_AROUND = 8.0  # up to how many times a pilot's tilt is another one looked for
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL = 2e-4  # the largest interval, in epsilon
 _GROWTH = 4  # times a composition for which the window of a growing one is chosen
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
+_MIXED_GRID = 5.0  # the same for the grid of many releases, on which most of the time goes
 
 
 class _Losses:
@@ -78,19 +80,28 @@ class _Losses:
             total += np.tensordot(found, self._mixed.counts, (1, 0))
         return total[0], total[1], total[2]
 
-    def totals(self) -> tuple[float, float, float]:
-        """The least and the largest possible loss, and the sum of the mean absolute losses."""
-        parts: list[tuple[Array, Array, float]] = [*self._nodes]
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest possible loss."""
         least = sum(count * float(losses.min()) for losses, _, count in self._nodes)
         largest = sum(count * float(losses.max()) for losses, _, count in self._nodes)
         if self._mixed is not None:
             total = self._mixed.total
             least += total * min(float(losses.min()) for losses, _ in self._corners)
             largest += total * max(float(losses.max()) for losses, _ in self._corners)
-            shares = (self._mixed.shares * total).tolist()
-            parts += [(*corner, share) for corner, share in zip(self._corners, shares, strict=True)]
-        size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in parts)
-        return least, largest, size
+        return least, largest
+
+    def spread(self) -> float:
+        """About how far from 0 the loss is: the s at which E min((L / s)^2, 1) adds up to a half.
+        Rare losses that are far larger than most hardly raise it.
+        """
+        parts = [(np.abs(losses), n * np.exp(logs)) for losses, logs, n in self._nodes]
+        low, high = -700.0, 700.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            scale = math.exp(-middle)
+            found = sum(float(mass @ np.minimum(scale * loss, 1.0) ** 2) for loss, mass in parts)
+            low, high = (middle, high) if found > 0.5 else (low, middle)
+        return math.exp(low)
 
 
 class Window(NamedTuple):
@@ -129,7 +140,8 @@ def choose_window(
     sampled, others = scattered_of(levels)
     losses = _Losses(others if sampled else levels, reverse, tail)
     near = Near(1.0, -1.0, reverse, _PILOT_EXCESS, 2)
-    for tilts in (_TILTS[::4], _TILTS) if sampled else (_TILTS,):
+    tilts = _TILTS[::4] if sampled else _TILTS
+    for _ in range(2 if sampled else 1):
         if sampled:
             mixed = mixtures(sampled, near)
             if mixed is None:
@@ -143,22 +155,28 @@ def choose_window(
         if grows and asked_log_delta is not None:
             log_delta = asked_log_delta
         tilt = min(tilt, largest_tilt)
+        variance_there = float(np.interp(tilt, tilts, variance))
+        tilts = _TILTS[(_TILTS >= tilt / _AROUND) & (_TILTS <= tilt * _AROUND)]
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
         excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         near = Near(tilt, log_delta, reverse, excess, fewest)
     assert epsilon is not None and log_delta is not None
     if sampled:
-        accuracy *= _MIXED_ACCURACY
-    least, largest, size = losses.totals()
+        accuracy *= _MIXED_GRID
+    least, largest = losses.ends()
     # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
     # the cell.
-    scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
+    scale = max(epsilon, 0.05 * math.sqrt(variance_there))
     scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-    wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), _CELL * scale)
-    # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
-    # if rounding is all that blurs a step's loss: of_grid.
-    if not sampled and (epsilon if asked is None else asked) < size:
-        wanted = min(wanted, _OF_LOSS * size / total) / fineness
+    wanted = math.sqrt(12 * accuracy * scale / (total * (1 + tilt)))
+    if largest_tilt == math.inf:  # losses up to a cut have a density
+        wanted = min(wanted, _CELL * scale)
+    # At small epsilons, where most of the mass may lie, delta is off by n (h / s)^2 / 8 of it, with
+    # s the spread: of_grid.
+    if not sampled:
+        spread = losses.spread() / math.sqrt(total)  # of a step
+        if (epsilon if asked is None else asked) < total * spread:
+            wanted = min(wanted, _OF_LOSS * spread) / fineness
     # at this tail the losses may reach farther than at that of the delta which is found
     interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
     atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
