@@ -125,5 +125,5 @@ def test_a_selection_of_people_is_about_people():
     event = selection_event([(run, 2)], repetitions, 1e-6, RELATION)
     records = PrivacyAccountant().compose(event)
     assert users.get_epsilon(1e-6) == records.get_epsilon(1e-6)
-    with pytest.raises(ValueError, match="of users or of records"):
+    with pytest.raises(ValueError, match="users or records"):
         selection_event([(UserLevelDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)

@@ -42,6 +42,8 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
 def test_pareto_smoothing_is_that_of_arviz(scale):
     arviz = pytest.importorskip("arviz")
+    if not hasattr(arviz, "psislw"):
+        pytest.skip("ArviZ 1 has no psislw, and another estimate of k")
     ratios = scale * torch.randn(1000).square()
     weights, k = drawing.smoothed(ratios)
     expected, other = arviz.psislw(ratios.numpy().copy())

@@ -40,7 +40,7 @@ from .tilted_window import (
 
 Spectrum: TypeAlias = NDArray[np.complex128]
 
-_WIDE_PILOT, _PILOT_SIZE = 2**18, 2**16  # where another composition may be tighter
+_WIDE_PILOT, _PILOT_SIZE = 2**20, 2**16  # where another composition may be tighter
 _WIDEST_STEP = 2**20  # of a release that joins a composition
 _ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
