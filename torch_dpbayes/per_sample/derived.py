@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import (
@@ -33,6 +34,7 @@ from torch._C import (
 from torch._tensor import _convert
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from ..errors import LossError, StepError
 
@@ -60,10 +62,29 @@ _READ = (
 )
 
 
+def for_numpy(self: Tensor, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """A function of NumPy, of the values: a followed tensor says when there are some."""
+
+    def as_array(value: Any) -> Any:
+        return np.asarray(value.detach().cpu()) if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(as_array, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def for_ufunc(self: Tensor, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    return for_numpy(self, getattr(ufunc, method), (), args, kwargs)
+
+
+def rounded(self: Tensor, digits: int | None = None) -> float:
+    return round(self.item(), digits)
+
+
 class Derived(Tensor):
     """An ordinary tensor that was computed from records. What is computed from it is one, too."""
 
     is_of_batch = True
+    __array_function__, __array_ufunc__, __round__ = for_numpy, for_ufunc, rounded
 
     @classmethod
     @torch.compiler.disable
