@@ -165,7 +165,8 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
     cuts = cuts and all(isinstance(pair, pairs.Sampled | pairs.Gaussian) for pair in levels)
 
     def ask(reverse: bool, **options: Any) -> tuple[float, Composition]:
-        found = compose(*(_of_added(levels) if reverse else (levels, False)), **asked, **options)
+        given, turned = _of_added(levels) if reverse else (levels, False)
+        found = compose(given, turned, **asked, **options)
         answer = found.upper_delta(epsilon) if delta is None else found.upper_epsilon(delta)
         return answer, found
 

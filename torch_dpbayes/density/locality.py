@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -191,7 +190,9 @@ class MadeUpRecords:
         """How much of the terms may be rounding: where large values cancel, or logarithms are
         nearly 0, that is many times what is usual.
         """
-        return sum(rounding(partial(of, rows=rows), self.theta) for of in (alone, self.terms))
+        of_both = (lambda theta: alone(theta, rows)), (lambda theta: self.terms(theta, rows))
+        first, second = (rounding(terms, self.theta) for terms in of_both)
+        return first + second
 
     def _changed_rows(self, odd: int) -> Iterator[tuple[str, list[Tensor]]]:
         """The rows, then such of which the one numbered ``odd`` has extreme or missing values: in
