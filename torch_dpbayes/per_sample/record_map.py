@@ -47,6 +47,10 @@ _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
         "a mask selects records, so their number depends on the data: write (losses * mask).mean()"
     ),
+    "higher order operator doesn't work": (
+        "it calls torch.cond, or another function that compiles what it is given: write"
+        " torch.where(condition, a, b)"
+    ),
     "dynamic shape": (
         "it selects entries, and their number depends on the record: multiply by the mask; for"
         " DeBERTa set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
