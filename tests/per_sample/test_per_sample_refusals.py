@@ -1,6 +1,7 @@
 """What cannot run says so, with a code, whatever it would do to other records."""
 
 import copy
+import pickle
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,27 @@ LOSSES = {
     "sparse values of a batch": ("loss-mixes", ragged),
 }
 
+# what the errors say to write, loss(out, x, y)
+ADVICE = {
+    "a vector": lambda out, x, y: entropy(out, y, reduction="none").mean(),
+    "a constant": lambda out, x, y: out.square().mean(),
+    "one column": lambda out, x, y: F.binary_cross_entropy_with_logits(out[:, 0], y.clamp(max=1.0)),
+    "a sum": lambda out, x, y: entropy(out, y, reduction="none").mean(),
+    "a mean's square": lambda out, x, y: (entropy(out, y, reduction="none") ** 2).mean(),
+    "weights that torch hides": lambda out, x, y: (
+        F.l1_loss(out, x[:, :3], reduction="none") * torch.ones(3)
+    ).mean(),
+    "a weight for each place": lambda out, x, y: F.binary_cross_entropy_with_logits(
+        out, x[:, :3], weight=torch.zeros_like(out) + 0.5
+    ),
+    "two shapes": lambda out, x, y: F.mse_loss(out[:, :1].squeeze(-1), x[:, 0]),
+    "class weights": lambda out, x, y: entropy(
+        out, y, weight=torch.ones(3), reduction="none"
+    ).mean(),
+    "lengths of CTC": lambda out, x, y: F.ctc_loss(*ctc(out, y), reduction="none").mean(),
+    "noise": lambda out, x, y: entropy(out + torch.randn_like(out), y),
+}
+
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -140,6 +162,23 @@ def head():
     return nn.Linear(6, 3)
 
 
+def keeping(net, x):
+    net.__dict__["kept"] = net.layer(x)
+    return net.kept
+
+
+def conditional(net, x):
+    return torch.cond(x.sum() > 0, lambda h: h + 1, lambda h: h - 1, (net.layer(x),))
+
+
+def chosen(net, x):
+    return net.layer(x) + torch.where(x.sum(1) > 0, 1.0, -1.0)[:, None]
+
+
+def with_scale(net, x):
+    return net.layer(x), net.scale.expand(len(x))
+
+
 def classes(net, x):
     return net.layer(x).argmax(1)
 
@@ -161,6 +200,12 @@ MODELS = {
         lambda: nn.Sequential(prune.l1_unstructured(head(), "weight", 0.3)),
     ),
     "max_norm": ("model-map", lambda: Words(max_norm=1.0), Words),
+    "kept": ("model-kept", lambda: zoo.Of(keeping, layer=mlp()), mlp),
+    "torch.cond": (
+        "model-map",
+        lambda: zoo.Of(conditional, layer=mlp()),
+        lambda: zoo.Of(chosen, layer=mlp()),
+    ),
 }
 
 
@@ -194,6 +239,29 @@ def test_what_cannot_run(name):
     assert SCALE.grad is None
     if name in MODELS:
         run(MODELS[name][2]())
+    if name in ADVICE:
+        run(loop=lambda net, x, y: ADVICE[name](net(x), x, y))
+
+
+def test_what_errors_say_to_write_besides():
+    """A parameter of the module; a saved state."""
+    net = zoo.Of(with_scale, layer=mlp(), scale=nn.Parameter(torch.zeros(())))
+
+    def loop(net, x, y):
+        out, scale = net(x)
+        return entropy(out * scale.exp()[:, None], y)
+
+    optimizer = run(net, loop)
+    with refused("copied"):
+        pickle.dumps(optimizer)
+    run(net, loop).load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+
+
+def test_a_device_may_be_named_inside_a_model():
+    def function(net, x):
+        return net.layer(x) + torch.zeros(3, device=torch.device("cpu"))
+
+    run(zoo.Of(function, layer=mlp()))
 
 
 def test_make_private_leaves_a_model_that_writes_its_parameters_as_it_was():

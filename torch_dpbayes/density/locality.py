@@ -186,13 +186,14 @@ class MadeUpRecords:
         """The prior with these rows as the data."""
         return self.prior.log_density_with(self.theta, *self._arguments.with_rows(rows))
 
-    def _rounding(self, alone: Callable[[Tensor, list[Tensor]], Tensor], rows: Any) -> Tensor:
+    def _rounding(
+        self, alone: Callable[[Tensor, list[Tensor]], Tensor], rows: list[Tensor]
+    ) -> Tensor:
         """How much of the terms may be rounding: where large values cancel, or logarithms are
         nearly 0, that is many times what is usual.
         """
-        of_both = (lambda theta: alone(theta, rows)), (lambda theta: self.terms(theta, rows))
-        first, second = (rounding(terms, self.theta) for terms in of_both)
-        return first + second
+        ours = rounding(lambda theta: alone(theta, rows), self.theta)
+        return ours + rounding(lambda theta: self.terms(theta, rows), self.theta)
 
     def _changed_rows(self, odd: int) -> Iterator[tuple[str, list[Tensor]]]:
         """The rows, then such of which the one numbered ``odd`` has extreme or missing values: in

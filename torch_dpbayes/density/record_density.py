@@ -80,11 +80,11 @@ class RecordDensity:
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
         together = self.num_records if rows_at_once is None else rows_at_once
         recorder = Recorder(self.made_up, max(1, together))
-        self._gradients: Any  # None where they are not asked for
-        self._terms, self._gradients = recorder.programs(gradients)
+        self._terms, found = recorder.programs(gradients)
         self._few_rows = self.made_up.rows(full_vectors(1))
         # what cannot be recorded is refused before anything is charged
-        if gradients:
+        if found is not None:
+            self._gradients = found
             self.prior.log_density_and_gradient(self.made_up.theta)
         self.prior.log_density(self.made_up.theta)
 

@@ -80,6 +80,8 @@ def is_torchs(function: Any) -> bool:
     none of the caller's that ``torch.overrides`` hands on: it is of C++, or stands in ``Tensor`` or
     under its name in torch's module.
     """
+    if function is torch.device:  # of which modes hear, too
+        return True
     kind, home = type(function), str(getattr(function, "__module__", ""))
     own = function.__self__ if kind is MethodWrapperType else function
     if any(own is value for base in Tensor.__mro__ for value in vars(base).values()):

@@ -47,6 +47,7 @@ _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
         "a mask selects records, so their number depends on the data: write (losses * mask).mean()"
     ),
+    "higher order operator doesn't work": "it calls torch.cond: write torch.where(condition, a, b)",
     "dynamic shape": (
         "it selects entries, and their number depends on the record: multiply by the mask; for"
         " DeBERTa set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
@@ -514,10 +515,7 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
     if isinstance(func, _OPERATORS) and func is not torch.ops.aten.empty.memory_format:
         raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
     if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
-        raise CannotBeMapped(
-            f"{name} is not a function of torch: the library cannot see what it does to"
-            " whole batches"
-        )
+        raise CannotBeMapped(f"{name} is not torch's: it may do anything to whole batches")
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
     if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
         raise CannotBeMapped(
