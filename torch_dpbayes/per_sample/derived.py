@@ -66,7 +66,8 @@ def for_numpy(self: Tensor, func: Any, types: Any, args: Any, kwargs: Any) -> An
     """A function of NumPy, of the values: a followed tensor says when there are some."""
 
     def as_array(value: Any) -> Any:
-        return np.asarray(value.detach().cpu()) if isinstance(value, Tensor) else value
+        is_of_batch = hasattr(type(value), "is_of_batch")  # nothing is written into others
+        return np.asarray(value.detach().cpu()) if is_of_batch else value
 
     args, kwargs = tree_map(as_array, (args, kwargs))
     return func(*args, **kwargs)

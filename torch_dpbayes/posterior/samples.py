@@ -32,6 +32,7 @@ from .likelihoods import (
 from .outputs import Forward, Inputs, Transform, require_same_buffers
 
 _ARGUMENTS = ("likelihood", "burn_in", "thin", "max_samples", "noise_std")
+_SAVED = {*_ARGUMENTS, "temperature", "num_collected", "samples"}
 _LEVEL = 0.01  # of a test that the halves of the samples agree about a prediction
 _FUNCTION = "function"  # in a file, for a noise_std that it cannot keep
 
@@ -170,21 +171,18 @@ class PosteriorSamples(Chain):
         **Privacy**: none is spent.
         """
         content = files.load(path, "PosteriorSamples.save")
-        if content.get("format") != files.FORMAT:
+        if content.get("format") != files.FORMAT or not _SAVED <= content.keys():
             raise CheckpointError(
                 f"{os.fspath(path)} has no samples of this version: it was not written by"
                 " PosteriorSamples.save"
             )
-        try:
-            stated = {name: content[name] for name in _ARGUMENTS}
-            if stated["noise_std"] == _FUNCTION:
-                stated["noise_std"] = forgotten_noise_std
-            loaded = cls(**stated)
-            loaded._temperature = content["temperature"]
-            loaded._num_collected = content["num_collected"]
-            loaded._samples = content["samples"]
-        except KeyError as error:
-            raise CheckpointError(f"{os.fspath(path)} is damaged: it has no {error}") from error
+        stated = {name: content[name] for name in _ARGUMENTS}
+        if stated["noise_std"] == _FUNCTION:
+            stated["noise_std"] = forgotten_noise_std
+        loaded = cls(**stated)
+        loaded._temperature = content["temperature"]
+        loaded._num_collected = content["num_collected"]
+        loaded._samples = content["samples"]
         return loaded
 
     @property
