@@ -5,8 +5,8 @@
 
 A statistical test states them by ``@pytest.mark.chance(p)``: p for one look, and it fails if two
 independent looks failed, so that p² counts. tests/conftest.py looks again, and refuses a run whose
-sum is above 1e-4. Listed are the sums by file, and tests that compare with a significance and state
-none.
+sum is above 1e-4. The list has the sums by file, and tests that compare with a significance but
+state no probability.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 
     scripts/mutants.py [TEXT ...]
 
-runs the mutants of files whose name has one of the texts, or all of them, each in a copy of the
-package, and ends with 1 if one survives. A heading names a file of the package and the tests that
-find its mutants; below it stand the lines that each takes out and those put in their place:
+runs all mutants, or those of files whose names contain one of the texts, each in a copy of the
+package. It ends with 1 if one survives. In a list, a heading names a file of the package and the
+tests that find its mutants. Each mutant has the lines that it removes, and the lines put in their
+place:
 
     optim/sghmc.py: optim
     -v.mul_(1 - friction).add_

@@ -4,8 +4,8 @@
     python scripts/release.py --install                    # and runs smoke.py with each, installed
     python scripts/release.py --url https://HOST/PROJECT   # with project URLs and absolute links
 
-Each archive is installed into a fresh environment with what pip finds for it. The address is that
-of the repository; without it the package's page has none, and its links stay relative.
+Each archive is installed into a fresh environment with what pip finds for it. ``--url`` is the
+repository's address; without it, the package's page has relative links and no project URLs.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python audit_power.py [--repeats 40] [--sound 120] [--only NAME]
 
 Each run trains an embedding of 20,001 weights by DPSGLD, four full batches at a stated ε of 2, on
-10,000 canaries that are records, 100 times longer than the clip norm. Printed is, for each fault,
-how many of ``--repeats`` runs refute ε = 2 at 99 % confidence and δ = 1e-5, by either bound; and
-how many of ``--sound`` runs without a fault do. Before it come the bounds of the median run of a
-sound Gaussian release with 1,000 canaries, at 95 %.
+10,000 canaries: records whose gradients are 100 times longer than the clip norm. For each fault,
+the table counts how many of ``--repeats`` runs refute ε = 2 at 99 % confidence and δ = 1e-5, by
+each of two bounds. It counts the same for ``--sound`` runs without a fault. A second table has the
+bounds of the median run of a sound Gaussian release with 1,000 canaries, at 95 % confidence.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CANARIES = 10_000
 
 
 class Rows(Dataset):
-    """Each record is a row of an embedding, another one in each step; row 0 stands for nobody."""
+    """Each record is one row of an embedding. It changes from step to step; row 0 is nobody's."""
 
     def __init__(self, included, rng):
         self.included, self._rng, self._step = included, rng, 0
@@ -93,8 +93,8 @@ def sums(run):
 
 
 def differences(run):
-    """Scores of differences of consecutive releases, in which noise that is used twice cancels. A
-    canary that is in moves them by 2. They are divided by the variance of their noise, which is
+    """Scores from differences of consecutive releases: noise that is used twice cancels there. A
+    canary that is in moves a score by 2. We divide by the variance of the noise, which is
     their own less 1, that of random inclusion.
     """
     changes = [

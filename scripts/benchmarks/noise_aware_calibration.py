@@ -1,5 +1,5 @@
-"""Do noise-aware posteriors cover? Parameters are drawn from the prior, records from the model, and
-it is counted how many of the true parameters lie inside the posterior's central intervals.
+"""Do noise-aware posteriors cover? Draws parameters from the prior and records from the model, and
+counts how many of the true parameters lie inside the posterior's central intervals.
 
     python scripts/benchmarks/noise_aware_calibration.py --sets 5 [--cells logistic_25 beta]
 
@@ -67,7 +67,7 @@ def oracle(
 
 
 def shortened(features: Tensor, norm: float = 1.0) -> Tensor:
-    """Rows no longer than that."""
+    """The rows, none longer than that."""
     return features / (features.norm(dim=1, keepdim=True) / norm).clamp_min(1.0)
 
 
@@ -129,7 +129,7 @@ def with_constant(kind: str, size: int, prior_std: float, n: int) -> Make:
 
 
 def rare_class(n: int) -> Make:
-    """An intercept of prior sd 4; the intercept is what counts."""
+    """An intercept of prior sd 4; only the intercept is judged."""
 
     def model(x: Tensor, y: Tensor) -> None:
         zero = torch.zeros((), dtype=torch.float64)
@@ -196,7 +196,7 @@ def groups(n: int, count: int, has_slopes: bool = False) -> Make:
 
 
 def horseshoe(n: int, size: int) -> Make:
-    """Logistic regression whose weights have half-Cauchy scales of their own and one in common."""
+    """Logistic regression; each weight has a half-Cauchy scale, and all share one more."""
 
     def model(x: Tensor, y: Tensor) -> None:
         one = torch.ones((), dtype=torch.float64)
@@ -217,7 +217,7 @@ def horseshoe(n: int, size: int) -> Make:
 
 
 def mixture(n: int) -> Make:
-    """Two normal distributions of unknown places and shares, one above the other."""
+    """Two normal distributions: unknown means, the first below the second, and weights."""
 
     def model(x: Tensor) -> None:
         one = torch.ones((), dtype=torch.float64)

@@ -8,10 +8,10 @@ has age, years of education, capital gain and loss, hours and sex. Features are 
 ranges and divided by the root of their number, a column of that size is constant, and rows are at
 most 1 long. The model is Pyro's, run by ``noise_aware.posterior``; neighbours replace a record.
 
-"error" is the root mean square over the weights of (mean − non-private mean) / non-private sd,
-"width" the mean of sd / non-private sd, "covers" how often 90 % intervals hold the non-private
-mean, each at ε = 1, 3 and 8; "alarms", in how many runs a check warned that releases contradict
-each other or the prior. The non-private posterior is Gaussian at its mode.
+Each figure is given at ε = 1, 3 and 8. "error" is the root mean square over the weights of (mean −
+non-private mean) / non-private sd. "width" is the mean of sd / non-private sd. "covers" is how
+often 90 % intervals hold the non-private mean. "alarms" counts runs in which a check warned that
+releases contradict each other or the prior. The non-private posterior is Gaussian at its mode.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ probabilities by quadrature, adds up the cumulants K(w) = log E exp(w L), and in
     delta(epsilon) = (1 / 2 pi i) * integral of exp(K(w) - epsilon w) / (w (w + 1))
 
 through the saddle. Compositions on one lattice are convolved instead, as there the integrand does
-not fall off. Of releases of which the library knows no more than a bound (best of several runs,
-zero-concentrated ones) the reference is one such release, so that there only violations count.
-``--lines`` appends one line of JSON for each composition, so that nothing is lost by a stop; the
-report is then of all that the file holds.
+not fall off. The library knows only a bound for some releases (the best of several runs, zero-
+concentrated ones). The reference for these is one release that keeps the bound, so only violations
+count. ``--lines`` appends one line of JSON for each composition, so that a stop loses nothing. The
+report then covers all lines of the file.
 """
 
 import argparse
@@ -142,9 +142,7 @@ def of_poisson(q: float, z: float, replace: bool, fine: int = 1) -> Law:
 
 
 def symmetric(losses: Array, logs: Array) -> tuple[Array, Array]:
-    """The law whose profile for epsilon >= 0 is that of these losses, and which is its own
-    reverse.
-    """
+    """The law that is its own reverse and has the same profile for epsilon >= 0 as these losses."""
     up = losses > 0
     losses, logs = losses[up], logs[up]
     middle = 1 - np.exp(logs).sum() - np.exp(logs - losses).sum()
@@ -421,7 +419,7 @@ def in_worse_direction(laws: Laws, epsilon: float, fine: int) -> tuple[float, fl
 def truth(
     laws: list[tuple[Callable[..., Law], float]], failed: float, epsilon: float
 ) -> tuple[float, float, float]:
-    """delta in the worse direction, how fast its logarithm falls, and the relative error: how much
+    """delta in the worse direction, the slope of its logarithm, and the relative error: how much
     a quadrature differs from one that is twice as fine.
     """
     delta, slope, error = 0.0, 0.0, 0.0

@@ -3,7 +3,7 @@
     PYTHONPATH=. python scripts/benchmarks/recorded_runs.py runs.pt [--only PART_OF_NAME]
 
 Only public names are used, so that one program runs with many versions of the library, also with
-those before this round (commit 8727aaa). Entropy of the operating system is replaced by a stream
+those since commit 8727aaa. Entropy of the operating system is replaced by a stream
 that starts anew with each run, separately for each number of bytes asked for. A change that draws
 fresh generators more often, or in another order, therefore differs here although no law has
 changed. Noise comes from the generator alone: what a release hides does not enter it, so that a sum
@@ -59,7 +59,7 @@ RECORDS, CLASSES, STEPS = 48, 3, 6
 
 
 class Entropy:
-    """Stands in for ``os.urandom``: a stream for each number of bytes, that a name decides."""
+    """Replaces ``os.urandom``: a stream for each number of bytes, seeded by a name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.asked = name, Counter[int]()
@@ -435,7 +435,7 @@ def hybrid(sampler: str) -> Values:
 
 
 def random_event(random: np.random.Generator, relation: str, depth: int = 0) -> events.DpEvent:
-    """An event of any kind that there is a price for."""
+    """An event of any kind that the accountant knows."""
 
     def uniform(low: float, high: float) -> float:
         return float(np.exp(random.uniform(np.log(low), np.log(high))))

@@ -92,7 +92,7 @@ SAMPLERS: dict[str, Callable[..., Any]] = {
 
 
 class GivenSum(HooksGradientSource):
-    """A clipped sum that is there already."""
+    """A clipped sum that was computed before."""
 
     def add_clipped_sum(self, *given: Any, **options: Any) -> int:
         return 64
@@ -139,7 +139,7 @@ BATCH = 256
 
 
 class AtOnce(Dataset[Any]):
-    """Tensors of which a batch is read by one index."""
+    """Tensors; one index reads a whole batch."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -162,7 +162,7 @@ def read(batches: Iterable[Any]) -> None:
 
 
 def read_private(loader: PoissonLoader) -> None:
-    """A pass, and its draws used up, as by a step on each."""
+    """Reads one epoch, and uses up each draw, as a step on it would."""
     read(loader)
     loader.sampler_of_draws._draws.clear()
     loader.sampler_of_draws._begin()

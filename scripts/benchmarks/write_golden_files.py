@@ -149,7 +149,7 @@ def noise_of_the_generator_alone() -> Iterator[None]:
 
 
 def write_checkpoint() -> dict[str, Any]:
-    """A checkpoint after an epoch; returned is where the next epoch leads."""
+    """Saves a checkpoint after an epoch, and returns the parameters after the next."""
     net, accountant = network(), PrivacyAccountant(5.0, DELTA)
     optimizer, train = private_run(net, accountant)
     train()
@@ -175,7 +175,7 @@ def write_samples() -> dict[str, Any]:
 
 
 def ledger_values(path: Path) -> dict[str, Any]:
-    """What a ledger says without being written to."""
+    """What one reads from a ledger without writing to it."""
     accountant, rows = look_at(path)
     return {
         "guarantee": accountant.guarantee,

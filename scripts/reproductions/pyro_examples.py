@@ -5,13 +5,13 @@ without noise (ε = ∞), and ``noise_aware.posterior`` at ε = 8.
 
 Records are simulated from fixed parameters, which NUTS starts from; the others do not know them.
 DP-HMC without noise takes its start and its mass matrix from the draws of NUTS, as nothing is
-private. The noise-aware posterior has its defaults, δ = 1e-6, records added or removed, replaced
-where covariates are public; survival has none, as its likelihood, a factor, cannot be simulated.
+private. The noise-aware posterior has its defaults and δ = 1e-6; records are added or removed, or
+replaced where covariates are public. It cannot run on survival, whose likelihood, a factor, cannot
+be simulated.
 
-"error" is the largest of all coordinates' differences of means to NUTS, over the Monte Carlo
-standard error of the difference, all of it in unconstrained space; of a noise-aware posterior over
-its own standard deviation, which counts the privacy noise; effective sizes are those of the worst
-coordinate; "warned", whether the run said that something is wrong.
+All figures are those of the worst coordinate in unconstrained space. "error" is the difference of
+means to NUTS: for chains over its Monte Carlo standard error, for a noise-aware posterior over its
+standard deviation, which includes the privacy noise. "warned" says whether the run gave a warning.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Example(NamedTuple):
 
 
 def eight_schools(sigma: Tensor, y: Tensor) -> None:
-    """With the schools' effects integrated out, and their mean in units in which records pull at
+    """The schools' effects are integrated out. Their mean has units in which records pull at
     it about as hard as at log tau.
     """
     mu = 4.0 * pyro.sample("quarter of mu", dist.Normal(0.0, 2.5))

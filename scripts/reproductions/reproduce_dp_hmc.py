@@ -10,16 +10,16 @@ start at a draw from the prior, which no record can choose. ``--starts truth`` s
 the true parameter, as the paper did: those runs are *not private*.
 
 * Figure 1: maximum mean discrepancy (MMD) to the posterior and error of the mean against ε. A run
-  at one ε begins like the run at a larger one, so each repeat makes the longest, and is evaluated
-  where each budget ends: within a repeat the points are correlated.
+  at one ε begins like the run at a larger one. So each repeat makes only the longest run, and we
+  evaluate it where each budget ends. The points of one repeat are correlated.
 * What their accounting and their DP-SGLD get wrong: see ``accounting`` and ``half_the_variance``.
 
-MMD is theirs: Gaussian kernel, its width the median distance between draws and truth, √|unbiased
-estimate of MMD²|, 1000 draws of each.
+MMD is defined as theirs: √|unbiased estimate of MMD²| of 1000 draws each, with a Gaussian kernel
+whose width is the median distance between draws and truth.
 
-The data are 10,000 different records that occur ten times each, whose sums cost a tenth. DP-HMC
-and DP-penalty see weighted rows, ten records in one, and clip and noise are as before: the chains
-are those of the 100,000 records, and so is ε, for replacing one of them.
+The data are 10,000 different records that occur ten times each, so that sums cost a tenth. DP-HMC
+and DP-penalty see weighted rows that stand for ten records each; clipping and noise stay the same.
+Chains and ε are those of 100,000 records of which one is replaced.
 """
 
 from __future__ import annotations
@@ -464,7 +464,7 @@ def run(figure: str, settings: str, **arguments: Any) -> Row:
 def jobs(
     figures: Sequence[str], epsilons: Sequence[float], repeats: int, starts: str, quick: bool
 ) -> list[Row]:
-    """What is cheap comes first."""
+    """The cheap ones first."""
     records = 2000 if quick else 10_000
     found: list[Row] = [
         {"figure": "variance", "theirs": theirs, "steps": 1500} for theirs in (True, False)

@@ -8,13 +8,13 @@ The model is theirs: n coin tosses, three tenths of them heads, with a Beta(2, 2
 moves in the log odds, where one record's log-likelihood ratio is at most the distance of the move
 (log_ratio_slope = 1, nothing is ever clipped). Neighbours replace one record. σ is the standard
 deviation of all noise in a log ratio, at the root mean square distance of the proposals. Chains
-start at a draw from the posterior, as no user could, so that every state has the law that the chain
-should keep.
+start at a draw from the posterior, which no user has, so that every state has the law that the
+chain should keep.
 
-"theirs" is accounting of the kind of their Theorem 1, the classical Gaussian mechanism for an
-iteration and advanced composition, δ halved between them; "exact" is the library's, in which k
-full-batch Gaussians are one. "statistics" is ExponentialFamilyPenalty on x − 1/2, whose norm is
-1/2. J owners add up their noises: together they are one chain with noise of √J times each.
+"theirs" is accounting as in their Theorem 1: the classical Gaussian mechanism for an iteration,
+advanced composition, and half of δ for each. "exact" is the library's: k full-batch Gaussians are
+one. "statistics" is ExponentialFamilyPenalty on x − 1/2, whose norm is 1/2. J owners run one chain;
+each adds noise, so that the sum has √J times the noise of one.
 """
 
 from __future__ import annotations

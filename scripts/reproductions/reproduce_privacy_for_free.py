@@ -12,12 +12,12 @@ Every ε here is for *replacing* one record, the relation of the paper, under wh
 records N is public; δ = 1/N^1.1. Baselines are written for the same relation, which costs them the
 factor 2 in sensitivity that it costs the library's methods.
 
-Features are mapped to [-1, 1] or [0, 1] by documented ranges or are one-hot by the documented code
-book, with a column of ones; divided by the norm that a row has on average if its numbers are
-uniform; rows longer than 1 are shortened to 1. The ranges are constants, but those of Abalone lie
-around what its description says of the records. Settings of methods are functions of (N, d, ε, δ),
-with constants that were chosen on simulated data (``METHODS``), but for the limits on the numbers
-of steps, which were raised once, after results on all three had been seen.
+Numbers are mapped to [-1, 1] or [0, 1] by documented ranges, categories are one-hot by the
+documented code book, and a column of ones is added. Rows are divided by the average norm of a row
+of uniform numbers, and shortened to 1 if they are longer. The ranges are constants; those of
+Abalone follow what its description says of the records. Settings of methods are functions of (N, d,
+ε, δ), with constants that we chose on simulated data (``METHODS``). We raised the limits on the
+numbers of steps once, after we had seen results on all three data sets.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def abalone(rows: Sequence[Sequence[str]], repeat: int) -> Data:
 
 
 def adult(rows: Sequence[Sequence[str]]) -> Data:
-    """The published division. What is missing has no column."""
+    """The published division. Missing values have no column of their own."""
     columns = [
         torch.tensor([scale(float(row[column])) for row in rows]).clamp(0, 1)
         for column, scale in NUMBERS.items()
@@ -263,8 +263,8 @@ Limits = tuple[float, int, float]  # of the distance to go, of steps, and of rec
 
 
 def steps(data: Data, epsilon: float, clip: float, lr: float, limits: Limits) -> int:
-    """So that lr·steps = reach·Nμ/(2C√d): a direction is followed for as long as what it gains is
-    more than the noise on it. The other limits are of computing time. The result is a multiple of
+    """Steps with lr·steps = reach·Nμ/(2C√d): a direction is followed as long as it gains more than
+    its noise. The other limits save computing time. The result is a multiple of
     ``BATCHES``, whole passes.
     """
     reach, most, work = limits

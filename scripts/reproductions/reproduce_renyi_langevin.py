@@ -5,16 +5,16 @@ certificates make of that (Ganesh, Talwar 2020).
     reproduce_renyi_langevin.py               # fine ones, for docs/reproductions
 
 Their theorems bound the divergence, in both directions, of the overdamped and the underdamped chain
-from a strongly log-concave target, with constants that they do not state. Where the target is
-Gaussian every law on the way is Gaussian, and all of it can be computed: the divergence after every
-number of steps, its floor (the stationary bias of a step size), and the privacy of the last state
-beside what the library certifies.
+from a strongly log-concave target, with constants that they do not state. If the target is
+Gaussian, so is every state, and everything can be computed: the divergence after every number of
+steps, its floor (the stationary bias of a step size), and the privacy of the last state, to compare
+with what the library certifies.
 
 The model is the library's: a ``GLM("gaussian")`` with 10 weights, prior precisions 1 to 10,
 gradients clipped to 1/4, and 100 records, all of them so far outside that their clipped gradients
-are constant. The posterior is then N(m, diag(1/precision)), only m depends on the records, and it
-lies up to 25 posterior standard deviations from the start. A record that is replaced moves the
-gradient by 1/2 at most, and an exact draw is 1/2-Gaussian differentially private.
+are constant. The posterior is then N(m, diag(1/precision)). Only m depends on the records; it is up
+to 25 posterior standard deviations away from the start. Replacing a record moves the gradient by
+1/2 at most, and an exact draw is 1/2-Gaussian differentially private.
 """
 
 from __future__ import annotations

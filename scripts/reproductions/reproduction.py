@@ -1,5 +1,5 @@
-"""What the scripts of this folder share: finished runs are stored, and tables say which command
-made them, and when.
+"""What the scripts of this folder share: they store finished runs, and their tables say which
+command made them, and when.
 
 A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are
 its key: whatever changes the result belongs among them, constants of the script as their
@@ -97,7 +97,7 @@ def key(job: Mapping[str, Any]) -> str:
 
 
 def digest(**settings: Any) -> str:
-    """So that runs with other settings are other runs."""
+    """A short hash of settings, so that runs with other settings are other runs."""
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
 
 
