@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..release import GroupGradient, Layout, require_public
 from . import checkpoints, priors
-from .settings import DeclaredOptimizer
+from .declared import DeclaredOptimizer
 
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")

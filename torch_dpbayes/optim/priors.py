@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError
 from ..release import Layout, require_public
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
@@ -26,48 +25,15 @@ def stds(
     for name, p in zip(names, parameters, strict=True):
         stated = group["prior_std"]
         if isinstance(stated, Mapping):
-            found = [key for key in stated if _fits(key, name)]
+            found = [key for key in stated if fits(key, name)]
             stated = stated[max(found, key=len)] if found else 1.0
         fan_in = math.sqrt(2 / p[0].numel()) if stated == "fan_in" and p.dim() > 1 else 1.0
         result.append(fan_in if stated == "fan_in" else float(stated))
     return result
 
 
-def require_prior_std(group: Mapping[str, Any]) -> None:
-    """Raise unless a group's ``prior_std`` is one of what the optimizers take."""
-    stated = group["prior_std"]
-    if isinstance(stated, Mapping) and "param_names" not in group:
-        raise ArgumentError(
-            "a dictionary for prior_std needs parameter names: construct the optimizer with"
-            " model.named_parameters()"
-        )
-    for std in stated.values() if isinstance(stated, Mapping) else [stated]:
-        if std == "fan_in":
-            continue
-        is_number = isinstance(std, Real) or (isinstance(std, Tensor) and std.numel() == 1)
-        if not is_number or isinstance(std, bool):
-            raise ArgumentTypeError(
-                'prior_std must be a number, "fan_in", or a dictionary of these by parameter name,'
-                f" got {std!r}"
-            )
-        if not float(std) > 0:
-            raise ArgumentError(f"prior_std must be positive, got {std}")
-
-
-def require_used(prior_std: PriorStd, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a name in a dictionary is no parameter's and no module's."""
-    if not isinstance(prior_std, Mapping):
-        return
-    names = [name for group in groups for name in group["param_names"]]
-    for key in prior_std:
-        if not any(_fits(key, name) for name in names):
-            raise ArgumentError(
-                f"prior_std names {key!r}, which is neither a parameter nor a module: the"
-                f" parameters are {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-            )
-
-
-def _fits(key: str, name: str) -> bool:
+def fits(key: str, name: str) -> bool:
+    """Whether ``key`` names this parameter, or a module that has it."""
     return name == key or name.startswith(f"{key}.")
 
 

@@ -1,0 +1,301 @@
+"""The arguments of a private optimizer, their checks, and what it says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from .. import words
+from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError, ArgumentTypeError
+from ..release import ClippedSum, Release, require_public
+from .priors import LogPrior, PriorStd, fits
+from .settings import NAMES, OwnNoise, Settings, require_flag, require_number, require_positive
+
+_LARGEST_LR = 1e30
+_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *NAMES))
+
+
+class DeclaredOptimizer(OwnNoise):
+    """The part of :class:`~torch_dpbayes.optim.base.PrivateOptimizer` that never sees data: its
+    arguments, their checks, and the numbers derived from them.
+    """
+
+    # a subclass's options that may differ between groups, set before __init__ is called
+    _group_options: dict[str, Any] = {}  # noqa: RUF012
+    _needs_temperature = False
+    _is_made = False
+    __signature__: ClassVar[inspect.Signature]  # help() shows it
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
+            # with those that it hands on
+            _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
+            names = {p.name for p in own}
+            own = [*own[:-1], *(p for p in common if p.name not in names)]
+        cls.__signature__ = inspect.Signature(own)
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        _require_arguments(cls, args, options)
+        require_public(f"an argument of {cls.__name__}", [*args, *options.values()])
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | str,
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float | None = None,
+        noise_multiplier: float = 0.0,
+        temperature: float | None = None,
+        prior_std: PriorStd = 1.0,
+        prior_mean: float = 0.0,
+        log_prior: LogPrior | None = None,
+        sampling: str | None = None,
+        accountant: PrivacyAccountant | None = None,
+        generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
+    ) -> None:
+        self._derives_bound = max_grad_norm is None
+        bound = 1.0 if max_grad_norm is None else max_grad_norm  # in whose units z_L is, below
+        settings = Settings(
+            num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
+        )
+        has_noise = settings.noise_multiplier > 0
+        if self._needs_temperature and settings.temperature == 0:
+            raise ArgumentError(
+                f"{type(self).__name__} needs a positive temperature; for temperature 0 use DPSGHMC"
+            )
+        if self._derives_bound and settings.temperature == 0:
+            raise ArgumentError(
+                "temperature=0 is plain DP-SGD: the sampler adds no noise, so no clip norm can be"
+                " derived. Pass max_grad_norm=1.0"
+            )
+        if self._derives_bound and not has_noise:
+            raise ArgumentError(
+                "without noise no max_grad_norm can be derived: pass target_epsilon to"
+                " make_private_with_epsilon, noise_multiplier=, or max_grad_norm="
+            )
+        if temperature is None and (self._derives_bound or not has_noise or isinstance(lr, str)):
+            settings = replace(settings, temperature=1.0)
+        if log_prior is not None and not callable(log_prior):
+            raise ArgumentTypeError(f"log_prior must be a function, got {log_prior!r}")
+        require_flag("assume_independent_records", assume_independent_records)
+        self._constants, self._log_prior = settings, log_prior
+        self.release = Release(  # what stands between batches and the noisy gradient
+            self._make_query(settings.max_grad_norm, settings.expected_batch_size),
+            num_data=settings.num_data,
+            sampling=sampling,
+            accountant=PrivacyAccountant() if accountant is None else accountant,
+            generator=generator,
+            label=type(self).__name__,
+            assume_independent=assume_independent_records,
+        )
+        # which the free lr is a function of
+        self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
+        super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
+        self._is_made = True  # a prior's names may be those of any group
+        for group in (self.defaults, *self.param_groups):
+            _require_used(group["prior_std"], self.param_groups)
+        if self._derives_bound:
+            self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
+        if log_prior is not None and any("param_names" not in group for group in self.param_groups):
+            raise ArgumentError(
+                "log_prior needs parameter names: construct the optimizer with"
+                " model.named_parameters()"
+            )
+
+    def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> ClippedSum:
+        """The query that a step makes of the data."""
+        return ClippedSum(max_grad_norm, expected_batch_size)
+
+    # -- a clip norm that follows ------------------------------------------------------------------
+
+    def _set_bound(self, max_grad_norm: float) -> None:
+        """Clip to the norm that was derived, of public numbers only and before a step."""
+        self._constants = replace(self._constants, max_grad_norm=max_grad_norm)
+        self.release.query = self._make_query(max_grad_norm, self.expected_batch_size)
+        self.release.bound_from = (
+            f"clip norm {max_grad_norm:.4g}, derived from public numbers: temperature"
+            f" {self.temperature:.4g}, noise multiplier {self.noise_multiplier:.4g}, lr, batch size"
+        )
+
+    @property
+    def _derived_noise(self) -> list[float]:
+        """The noise zC that a derived clip norm makes, and what it was derived from beside lr."""
+        noise = self.noise_multiplier * self.max_grad_norm
+        return [noise, self.num_data, self.expected_batch_size, self.temperature or 0.0]
+
+    def _resume_bound(self, saved: list[float] | None) -> None:
+        """Go on with the saved run's noise zC, where lr alone may have been another when this
+        optimizer was built.
+        """
+        own, is_derived = self._derived_noise, self._derives_bound
+        if is_derived and saved and own[1:] == saved[1:] and not math.isclose(own[0], saved[0]):
+            self._set_bound(saved[0] / self.noise_multiplier)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like torch's method; it also checks ``lr``, ``prior_std`` and ``prior_mean``."""
+        if isinstance(lr := param_group.get("lr"), str):
+            resolved = self._resolved(lr, {**self.defaults, **param_group})
+            param_group = {**param_group, "lr": resolved}
+        require_public("a parameter group", param_group.values())
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            require_positive("lr", group["lr"])
+            self._require_group(group)
+            if self._is_made:
+                _require_used(group["prior_std"], self.param_groups)
+            for p in group["params"]:
+                if not p.is_floating_point():
+                    raise ArgumentTypeError(
+                        f"parameters must be real floating-point tensors, got {p.dtype}"
+                    )
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _require_group(self, group: dict[str, Any]) -> None:
+        """Raise unless a group's options, to which schedules write, are what they may be."""
+        if foreign := [n for n in group if n in _OPTIONS_OF_NO_GROUP and n not in self.defaults]:
+            raise ArgumentError(
+                f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
+                f" groups have {', '.join(self.defaults)}. Set it for all groups when the"
+                " optimizer is made."
+            )
+        if missing := {"lr", "prior_std", "prior_mean", *self._group_options} - group.keys():
+            raise ArgumentError(f"a parameter group lost its {min(missing)}: put a number there")
+        _require_prior_std(group)
+        is_default = group["prior_std"] in (1.0, math.inf) and group["prior_mean"] == 0
+        if self._log_prior is not None and not is_default:
+            raise ArgumentError(
+                "log_prior replaces the Gaussian prior: leave out prior_std and prior_mean"
+            )
+        for name in ("prior_mean", "lr"):
+            require_number(name, group[name])
+        if not math.isfinite(group["prior_mean"]):
+            raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
+        if not 0 <= group["lr"] < _LARGEST_LR:
+            raise ArgumentError(
+                f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
+            )
+
+    def _resolved(self, lr: float | str, group: dict[str, Any]) -> float:
+        """``lr``, which is the largest free one of the group where ``"free"`` is asked for."""
+        if not isinstance(lr, str):
+            return lr
+        if lr != "free":
+            raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
+        if self._derives_bound:
+            raise ArgumentError(
+                'lr="free" is derived from a clip norm, and without max_grad_norm the clip norm'
+                " is derived from lr: pass max_grad_norm= or a number for lr"
+            )
+        if not (self.noise_multiplier > 0 and self.temperature != 0):
+            raise ArgumentError(
+                'lr="free" is the lr at which the sampler\'s own noise equals noise_multiplier: it'
+                " needs noise_multiplier > 0 (or a target epsilon) and temperature > 0"
+            )
+        return self._free_lr(group)
+
+    def _settings(self) -> dict[str, Any]:
+        """On which the law of a release depends."""
+        return {name: getattr(self, name) for name in NAMES}
+
+    def described(self) -> dict[str, Any]:
+        """All constants that must be equal on all ranks."""
+        constants = (bool, int, float, str, type(None))
+        own = {name: v for name, v in vars(self).items() if isinstance(v, constants)}
+        return {**own, **self._settings()}
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        return {
+            "lr": lrs[0] if len(lrs) == 1 else lrs,
+            "noise_multiplier": self.effective_noise_multiplier,
+            "temperature": self.effective_temperature,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "num_data": self.num_data,
+            "sampling": self.sampling,
+            "records": self.independence,
+        }
+
+    def __repr__(self) -> str:
+        """The current numbers, and what is spent."""
+        try:
+            return words.one_line(self, self._numbers, self.accountant)
+        except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
+            return words.one_line(self, {"invalid": str(error)}, self.accountant)
+
+    def _repr_html_(self) -> str:
+        return words.html(self, self._numbers, self.accountant)
+
+
+def _require_arguments(
+    cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Say in plain words which arguments are missing."""
+    try:
+        given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
+    except TypeError as error:
+        raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
+    # a subclass that hands on what it is given has no names for it
+    needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
+    if missing := sorted(needed - given, reverse=True):
+        raise ArgumentTypeError(
+            f"{cls.__name__} also needs {', '.join(missing)}: pass"
+            f" optimizer=partial({cls.__name__}, lr=0.1) to PrivacyEngine().make_private, which"
+            " knows the rest"
+        )
+
+
+def _require_prior_std(group: Mapping[str, Any]) -> None:
+    """Raise unless a group's ``prior_std`` is one of what the optimizers take."""
+    stated = group["prior_std"]
+    if isinstance(stated, Mapping) and "param_names" not in group:
+        raise ArgumentError(
+            "a dictionary for prior_std needs parameter names: construct the optimizer with"
+            " model.named_parameters()"
+        )
+    for std in stated.values() if isinstance(stated, Mapping) else [stated]:
+        if std == "fan_in":
+            continue
+        is_number = isinstance(std, Real) or (isinstance(std, Tensor) and std.numel() == 1)
+        if not is_number or isinstance(std, bool):
+            raise ArgumentTypeError(
+                'prior_std must be a number, "fan_in", or a dictionary of these by parameter name,'
+                f" got {std!r}"
+            )
+        if not float(std) > 0:
+            raise ArgumentError(f"prior_std must be positive, got {std}")
+
+
+def _require_used(prior_std: PriorStd, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a name in a dictionary is no parameter's and no module's."""
+    if not isinstance(prior_std, Mapping):
+        return
+    names = [name for group in groups for name in group["param_names"]]
+    for key in prior_std:
+        if not any(fits(key, name) for name in names):
+            raise ArgumentError(
+                f"prior_std names {key!r}, which is neither a parameter nor a module: the"
+                f" parameters are {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            )
