@@ -199,7 +199,6 @@ class OwnNoise(Optimizer):
 
     def _require_group(self, group: dict[str, Any]) -> None:
         """Raise unless a group's options are what they may be."""
-        raise NotImplementedError
 
     # -- public constants and reports --------------------------------------------------------------
 
