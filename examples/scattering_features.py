@@ -4,10 +4,10 @@ alone.
     python examples/scattering_features.py            # scikit-learn's digits, some seconds
     python examples/scattering_features.py --dataset mnist --epsilon 2.93 --data-root ROOT
 
-The features of a picture depend only on this picture, so they cost no privacy. One private release,
-for a hundredth of the budget, whitens them. DP-SGHMC at temperature 0 spends the rest. After Tramèr
-and Boneh (2021), "Differentially private learning needs better features (or much more data)". All
-printed results are for the test pictures, which count as public here.
+The features of a picture depend only on this picture, so they cost no privacy. One private release
+whitens them: it takes 2 % of the budget at ε = 3, and 14 % at ε = 1. DP-SGHMC at temperature 0
+spends the rest. After Tramèr and Boneh (2021), "Differentially private learning needs better
+features (or much more data)". All printed results are for the test pictures, which count as public.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes import metrics
 
 DELTA = 1e-5
-# the groups of channels within which a record's features get mean 0 and variance 1
+# groups: of channels; within each, a record's features get mean 0 and variance 1
 SETTINGS = {
     "digits": dict(size=8, scales=1, groups=1, lr=2.0, epochs=150, batch_size=512),
     "mnist": dict(size=28, scales=2, groups=27, lr=6.0, epochs=40, batch_size=8192),
@@ -45,12 +45,12 @@ class Scattering(nn.Module):
         S_2 x = ||x * \psi_{j\theta}| * \psi_{j'\theta'}| * \phi_J, \quad j < j'
 
     with Morlet wavelets ψ of J scales and L directions and a Gaussian φ: ψ_j has the envelope's
-    standard deviation 0.8·2^j, the frequency 3π/4·2^-j and the slant 4/L. Pictures are reflected at
-    their edges, then periodic.
+    standard deviation 0.8·2^j, the frequency 3π/4·2^-j and the slant 4/L. Pictures are padded by
+    reflection, then treated as periodic.
 
     Sources: Bruna and Mallat (2013), "Invariant scattering convolution networks"; filters and
-    order of channels are those of Kymatio (Andreux et al., 2020), which skips pixels between the
-    layers, too.
+    order of channels are those of Kymatio (Andreux et al., 2020), which also skips pixels between
+    the layers; this code does not.
 
     Args:
         size: height and width of the pictures, in pixels.
@@ -140,7 +140,7 @@ def features(pictures: Tensor, settings: dict) -> Tensor:
 
 
 def whitened(x: Tensor, matrix: Tensor) -> Tensor:
-    """Rows of one norm ``[n, positions * channels]``, in coordinates that vary alike."""
+    """Whitened features ``[n, positions * channels]``, all rows scaled to one norm."""
     rows = (x @ matrix).flatten(1)
     return F.normalize(rows) * math.sqrt(rows.shape[1])
 
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def picture(p: Tensor, labels: Tensor, options: argparse.Namespace) -> None:
-    """How many of the surest answers are right, where less sure ones are left to somebody else."""
+    """Draws accuracy against coverage: only the most certain predictions are used."""
     from matplotlib.figure import Figure
 
     order = torch.special.entr(p).sum(1).argsort()
@@ -232,7 +232,7 @@ def picture(p: Tensor, labels: Tensor, options: argparse.Namespace) -> None:
     axes.plot(100 * counts[first:] / len(counts), 100 * accuracy[first:], color="tab:blue")
     axes.set(
         xlabel="answered, the surest first (% of test pictures)",
-        ylabel="of these right (%)",
+        ylabel="accuracy among these (%)",
         title=f"a private classifier of {options.dataset}, ε = {options.epsilon:g}",
     )
     axes.grid(alpha=0.3)

@@ -6,8 +6,9 @@ Each release is one vector and nothing else::
     S = Σ_{i in batch} g_i·min(1, C/‖g_i‖) + z·C·ξ,   ξ ~ N(0, I)    the only access to the data
 
 On several ranks the sum over the batch is a sum over ranks, and the noise is rank 0's. Parameter
-groups with different step sizes have their own z: the gradient is clipped over all groups together,
-and the smallest z is charged, which bounds the release whose groups are scaled to equal noise.
+groups with different step sizes have their own z. The gradient is clipped over all groups together,
+and the smallest z is charged: with this z for every group there would be less noise, so the charge
+is an upper bound.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .per_sample.hooks import HooksGradientSource
 from .per_sample.operations import Delivery
 from .processes import Lock
 
-# of a sum, from which on float32 would round by more than 10⁻³·C
+# sums of so many records are in float64: float32 would round by more than 10⁻³·C
 _MANY_RECORDS = 2**14
 
 Settings = Callable[[], Mapping[str, Any]]
@@ -49,12 +50,12 @@ class GroupGradient:
 
     Attributes:
         group: torch's parameter group with its options.
-        names, parameters: of its trainable parameters.
-        gradient: ĝ over all of them, one flat vector; a step's update may use it up.
+        names, parameters: names and tensors of the trainable parameters.
+        gradient: ĝ as one flat vector; the update may overwrite it.
         gradients: the same memory, shaped like the parameters.
         noise_multiplier: z of this step; infinite where lr = 0 and nothing was taken from the data.
         prior_stds: of the Gaussian prior, one for each parameter.
-        options: those of the group from which these two were computed.
+        options: the group's, from which ``noise_multiplier`` and ``prior_stds`` were computed.
         kept: vectors that an algorithm keeps between steps, flat and by views.
     """
 
@@ -85,10 +86,10 @@ class GroupGradient:
 class Layout:
     """The flat buffer of one release, which holds Σ clip(g), then S, then S/B.
 
-    Behind the gradient stand ``extra_size`` numbers that are released beside it and, for several
-    ranks, one more: 0 unless a rank failed after all of them had agreed to take the step. Norms,
-    sums and noise are in float64 where a parameter is or where very many records are added.
-    ``is_plain``: all parameters have the type of the sum.
+    After the gradient come ``extra_size`` further numbers that are released and, for several ranks,
+    a flag: not 0 if a rank failed after all had agreed to take the step. Norms, sums and noise are
+    in float64 if a parameter is, or if very many records are added. ``is_plain``: all parameters
+    have the type of the sum.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class ClippedSum:
     independence = ""
 
     def __init__(self, max_grad_norm: float, expected_batch_size: float) -> None:
-        # plain numbers, which nobody can change and no type rounds
+        # Python floats: immutable, and never rounded to a lower precision
         self.max_grad_norm = float(max_grad_norm)
         self.expected_batch_size = float(expected_batch_size)
 
@@ -139,8 +140,8 @@ class ClippedSum:
         return source.add_clipped_sum(layout.named, self.max_grad_norm, layout.pieces)
 
     def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:
-        """Σ clip(g_i) turns into S/B, for each group with its own z, of which ``smallest`` is the
-        smallest; without a stream into a rank's share of it that has no noise.
+        """Add noise with each group's own z (``smallest``: the smallest), and divide by B. Without
+        a stream only divide: another rank adds the noise.
         """
         for group in layout.groups:
             if not math.isfinite(group.noise_multiplier):
@@ -164,10 +165,10 @@ class Release:
 
     Attributes:
         source: gives the batch's clipped sum.
-        draws: the draws that batches are; None where batches are the caller's.
+        draws: the sampler that draws the batches; None if the caller draws them.
         ranks: those that release together; None where this process is alone.
-        lock: held from before :meth:`take` until its result was used. Between these the layout of a
-            second thread's step would hold a sum without noise.
+        lock: held from before :meth:`take` until its result is used. Without it, another thread
+            could see a sum without noise.
         watch: is told of every release, with the layout that holds it.
         bound_from: where the clip norm is from, with temperature and noise; empty if not stated.
 
@@ -196,7 +197,7 @@ class Release:
         self.ranks: Ranks | None = None
         self.fixed: FixedTensors | None = None
         self._delivery: Delivery | None = None
-        self._is_alone = False  # on purpose, in a process group of several ranks
+        self._is_alone = False  # trains alone on purpose, although there is a process group
         self.bound_from, self._is_warned = "", False
         self.watch: Callable[[Layout], None] | None = None
         self.start_afresh()
@@ -206,8 +207,8 @@ class Release:
         self.forget_parts()
         self._pending_records, self._pending_draw = 0, -1
         self._last_event: tuple[Any, events.DpEvent, float] | None = None
-        self._stated = ""  # on what the accountant was told that independence of records rests
-        self._compared_pass = -1  # of the loader, in which the ranks compared their histories
+        self._stated = ""  # the note on independent records that the accountant has
+        self._compared_pass = -1  # the loader's last pass in which ranks compared their histories
 
     def forget_parts(self) -> None:
         """The next part begins a new sum."""
@@ -273,10 +274,10 @@ class Release:
     # -- the step ----------------------------------------------------------------------------------
 
     def take(self, layout: Layout, settings: Settings, norm: float) -> bool:
-        """Collect the batch, charge, and leave S/B in ``layout``, which has the noise multiplier of
-        every group. False while parts of the draw are outstanding; nothing is released then.
-        ``settings`` gives those on which the law of the release depends, and ranks must agree on
-        ``norm``, that of the parameters.
+        """Collect the batch, charge, and leave S/B in ``layout``, whose groups have their noise
+        multipliers. False while parts of the draw are outstanding; nothing is released then.
+        ``settings`` returns the settings that decide the law of the release. ``norm`` is that of
+        the parameters, which must be the same on all ranks.
         """
         if self.ranks is None and not self._is_alone and is_initialized():
             require_single_process()
@@ -328,7 +329,7 @@ class Release:
                     " step().",
                     code="step-records",
                 )
-        # no error may tell neighbouring data sets apart, one record longer or shorter
+        # tolerates one record more or less: no error may tell neighbouring data sets apart
         elif self.sample_rate == 1 and abs(records - self.num_data) > 1:
             raise StateError(
                 f"expected_batch_size = num_data = {self.num_data} declares full batches, but this"
@@ -346,7 +347,7 @@ class Release:
         ranks, error = self.ranks, None
         is_first = ranks is None or ranks.rank == 0
         try:
-            # a ledger is charged by rank 0, in memory every rank keeps a record
+            # rank 0 charges a ledger; without one, each rank charges its own accountant
             self._charge(smallest, is_mine=is_first or self.accountant.path is None)
             hides: Iterable[Tensor | str] = ()
             if self.noise.generator is not None and is_first:  # all that the release is made of
@@ -377,8 +378,8 @@ class Release:
         self, noise_multiplier: float, sampling: str | None, draws: PoissonSampler | None = None
     ) -> events.DpEvent:
         """The event of one step, in noise std / clip bound; the accountant turns it into
-        noise / sensitivity. Of batches that ``draws`` made it is what they say, for as many steps
-        as they are charged together.
+        noise / sensitivity. If ``draws`` made the batches, they state the event, which may stand
+        for several steps.
         """
         if noise_multiplier == 0.0:
             return events.NonPrivateDpEvent()
@@ -393,10 +394,10 @@ class Release:
             return events.RecordwiseBatchGaussianDpEvent(gaussian.noise_multiplier)
         if self.accountant.neighboring != "replace_one":
             raise ArgumentError(
-                "how these batches are drawn is unknown, and one more record may change all of"
+                "it is unknown how these batches are drawn, so one more record could change all of"
                 " them: use PrivacyEngine.make_private,"
                 ' PrivacyAccountant(neighboring="replace_one"), or sampling="recordwise" if no'
-                " record decides where another one is.",
+                " record influences which batch another one is in.",
                 code="sampling-unknown",
             )
         return events.UnspecifiedBatchGaussianDpEvent(gaussian.noise_multiplier)
@@ -422,7 +423,7 @@ class Release:
                 self._is_warned = True
                 warnings.warn(
                     "steps are charged at sensitivity 2C, without amplification: it is not known"
-                    " how batches are drawn, except that no record is in one twice."
+                    " how batches are drawn, except that no batch has a record twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
                     stacklevel=6,
                 )
@@ -437,8 +438,8 @@ class Release:
     # -- several ranks -----------------------------------------------------------------------------
 
     def _agree(self, layout: Layout, settings: Settings, norm: float, ranks: Ranks) -> list[str]:
-        """See that all ranks take the same step; what the noise has to hide of the others, if
-        it comes from a generator of the caller's.
+        """Check that all ranks take the same step. With a generator of the caller's it returns
+        what the noise has to hide of the other ranks.
         """
         assert self.draws is not None
         groups = [(*options_of(g.group), g.noise_multiplier) for g in layout.groups]

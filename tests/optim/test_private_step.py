@@ -257,7 +257,7 @@ def test_unknown_batches_are_charged_without_amplification_with_one_warning():
     accountant = dpb.PrivacyAccountant(neighboring="replace_one")
     optimizer = bare([p], sampling=None, accountant=accountant)
     fill([p])
-    with pytest.warns(UserWarning, match=r"no record is in one twice.*make_private") as caught:
+    with pytest.warns(UserWarning, match=r"no batch has a record twice.*make_private") as caught:
         optimizer.step()
     assert caught[0].filename == __file__
     fill([p])

@@ -1,4 +1,4 @@
-"""Lightning: ε beside the training, and an error where something took the private loader away."""
+"""Lightning: logs ε during training, and raises an error if the private loader was replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrivacyCallback(StaysPrivate, Callback):
 
     Args:
         engine: the engine that made network, optimizer and loader private.
-        delta: of the ε that is shown; None takes the budget's.
+        delta: δ of the logged ε; None: that of the budget.
 
     Raises:
         RuntimeError: when training starts: the loader or the optimizer is not the private one.

@@ -22,7 +22,7 @@ class PrivacyCallback(StaysPrivate, TrainerCallback):
 
     Args:
         engine: the engine that made model, optimizer and loader private.
-        delta: of the ε that is shown; None takes the budget's.
+        delta: δ of the logged ε; None: that of the budget.
 
     Raises:
         RuntimeError: when training starts: the loader or the optimizer is not the private one.

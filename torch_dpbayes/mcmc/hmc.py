@@ -27,15 +27,15 @@ class DPHMC(PrivateKernel):
         p \leftarrow p - \tfrac\eta2 \tilde g, \quad
         \theta \leftarrow \theta + \eta M^{-1}p, \quad p \leftarrow p - \tfrac\eta2 \tilde g
 
-    L times from p ~ N(0, M), with one noisy gradient per point; then the test of
-    :class:`~torch_dpbayes.mcmc.DPPenalty` on the noisy log-likelihood ratio R̃ between the ends:
-    accept iff log u < R̃ + log prior ratio − kinetic energy difference − σ²/2, σ = z_l·c·‖θ'−θ‖.
+    A trajectory repeats this step L times from p ~ N(0, M), with one noisy gradient per point. Its
+    end is accepted as by :class:`~torch_dpbayes.mcmc.DPPenalty`: iff log u < R̃ + log prior ratio −
+    kinetic energy difference − σ²/2, with the noisy log-likelihood ratio R̃ and σ = z_l·c·‖θ'−θ‖.
     The prior's gradient and the kinetic energy are exact.
 
     The next iteration reuses the gradient at its start, so k iterations take kL + 1 gradients. This
-    is exact: if the noises ζ_0..ζ_L of a trajectory are part of the state, the map (θ, p, ζ_0..ζ_L)
-    → (θ', −p', ζ_L..ζ_0) preserves volume and is its own inverse, and independent noises with one
-    distribution may be permuted.
+    is exact. Let the noises ζ_0..ζ_L of a trajectory be part of the state. Then the map (θ, p,
+    ζ_0..ζ_L) → (θ', −p', ζ_L..ζ_0) preserves volume and is its own inverse. The noises are
+    independent with one law, so their order does not change their density.
 
     Source: Räisä, Koskela and Honkela (2021), Algorithm 1, which draws k(L+1) gradients
     (``reuse_gradients=False``).
@@ -54,21 +54,21 @@ class DPHMC(PrivateKernel):
         accountant: where every iteration is charged.
         data_plate: name of the data plate.
         mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), in the order of
-            the sites sorted by name. None: identity. A public constant, or made from earlier
-            releases.
+            the sites sorted by name. None: identity. It must be public, or computed from
+            earlier releases.
         jitter: j, at most 1. Iteration t takes steps of η·(1 + j(2u_t − 1)), u_t a randomly shifted
             Halton sequence in (0, 1), so that trajectories are not periodic. If noise limits the
-            steps, 0.2 costs 2 % of :attr:`Plan.reach`, 1 a third of it.
+            step size, 0.2 reduces :attr:`Plan.reach` by 2 %, and 1 by a third.
         reuse_gradients: keep the gradient at the chain's current point.
         target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
 
-    **Privacy.** An iteration releases L noisy gradients (the first one L + 1; without reuse every
-    one) and R̃. Adding or removing a record moves their sums by b and c·‖θ'−θ‖, replacing one by
-    twice that: ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``. They are charged before the
-    trajectory starts, and also count if it diverges.
+    **Privacy.** An iteration releases R̃ and L noisy gradients (L + 1 in the first iteration, and in
+    all without reuse). Adding or removing a record moves their sums by b and c·‖θ'−θ‖, replacing
+    one by twice that: ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``. They are charged
+    before the trajectory starts, and also count if it diverges.
     """
 
     _told = (
@@ -176,8 +176,8 @@ class DPHMC(PrivateKernel):
 
 def _require_gradients() -> None:
     """Refuse where torch cannot differentiate: in inference mode, and in a process that was forked
-    after torch had started threads for backward passes, which it does in the first one if there is
-    a GPU, and if passes are nested deeply. The child has none of them.
+    after torch had started threads for backward passes. It starts them in the first pass if there
+    is a GPU, and in deeply nested passes. A forked process does not have them.
     """
     if torch.is_inference_mode_enabled():
         raise StateError(

@@ -38,7 +38,7 @@ class DeclaredOptimizer(OwnNoise):
         super().__init_subclass__(**options)
         _, *own = inspect.signature(cls.__init__).parameters.values()
         if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
-            # with those that it hands on
+            # and the arguments that it passes on as keywords
             _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
             names = {p.name for p in own}
             own = [*own[:-1], *(p for p in common if p.name not in names)]
@@ -68,7 +68,7 @@ class DeclaredOptimizer(OwnNoise):
         assume_independent_records: bool = False,
     ) -> None:
         self._derives_bound = max_grad_norm is None
-        bound = 1.0 if max_grad_norm is None else max_grad_norm  # in whose units z_L is, below
+        bound = 1.0 if max_grad_norm is None else max_grad_norm  # the unit of z_L below
         settings = Settings(
             num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
         )
@@ -102,10 +102,10 @@ class DeclaredOptimizer(OwnNoise):
             label=type(self).__name__,
             assume_independent=assume_independent_records,
         )
-        # which the free lr is a function of
+        # the free lr depends on these
         self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
         super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
-        self._is_made = True  # a prior's names may be those of any group
+        self._is_made = True  # before, a prior may name parameters of later groups
         for group in (self.defaults, *self.param_groups):
             _require_used(group["prior_std"], self.param_groups)
         if self._derives_bound:
@@ -242,7 +242,7 @@ class DeclaredOptimizer(OwnNoise):
         """The current numbers, and what is spent."""
         try:
             return words.one_line(self, self._numbers, self.accountant)
-        except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
+        except (ValueError, TypeError) as error:  # an option has an invalid value
             return words.one_line(self, {"invalid": str(error)}, self.accountant)
 
     def _repr_html_(self) -> str:
@@ -257,7 +257,7 @@ def _require_arguments(
         given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
     except TypeError as error:
         raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
-    # a subclass that hands on what it is given has no names for it
+    # a subclass that passes all on as keywords names none of them
     needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
     if missing := sorted(needed - given, reverse=True):
         raise ArgumentTypeError(

@@ -30,7 +30,7 @@ from .priors import LogPrior, PriorStd
 
 Shown = TypeVar("Shown")
 _LARGEST_NOISE_MULTIPLIER = 1e30
-_WASTE = 1.02  # times the floor, from which on the sampler's own noise counts as larger
+_WASTE = 1.02  # above this ratio to the floor, the sampler's own noise counts as larger
 
 
 class Options(TypedDict, total=False):
@@ -81,16 +81,16 @@ class Settings:
                 f"expected_batch_size = {batch:g} is larger than num_data = {n}: their ratio is the"
                 " sampling rate"
             )
-        # sums of squares over 2¹⁴ records, divided by the batch size, are floats
+        # so that sums of squares over 2¹⁴ records are finite in float32
         if not 1e-12 <= self.max_grad_norm <= 1e12 or batch < 1e-6:
             raise ArgumentError(
-                f"max_grad_norm = {self.max_grad_norm} with expected_batch_size = {batch} is beyond"
-                " sums in float32: use 1e-12 to 1e12, and at least 1e-6"
+                f"max_grad_norm = {self.max_grad_norm}, expected_batch_size = {batch}: sums would"
+                " overflow in float32. Use a clip norm from 1e-12 to 1e12, batches of 1e-6 or more"
             )
         if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(
-                f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps"
-                f" would overflow: use a value below {_LARGEST_NOISE_MULTIPLIER:g}"
+                f"noise_multiplier = {z:g} (noise std / clip bound) is too large, steps would"
+                f" overflow: use a value below {_LARGEST_NOISE_MULTIPLIER:g}"
             )
         if self.sampling not in (None, "poisson", "recordwise"):
             raise ArgumentError(
@@ -102,13 +102,13 @@ NAMES = tuple(Settings.__dataclass_fields__)
 
 
 class ReadOnly(property, Generic[Shown]):
-    """Shows an attribute that cannot be set, as steps are charged for it."""
+    """A read-only attribute: steps are charged for its value."""
 
     def __init__(self, name: str, doc: str) -> None:
         super().__init__(attrgetter(name))
         self.__doc__ = doc
 
-    if TYPE_CHECKING:  # to a type checker a property that is no decorator is a plain attribute
+    if TYPE_CHECKING:  # type checkers do not see a property that is not a decorator
 
         def __get__(  # type: ignore[override]
             self, instance: object, owner: type | None = None, /
@@ -122,7 +122,7 @@ class OwnNoise(Optimizer):
     _constants: Settings
     release: Release
     _derives_bound: bool
-    # whether larger noise does not heat the samples: friction or step follow it
+    # whether the temperature stays the same under larger noise: friction or step size adapts
     _holds_temperature = False
 
     # -- the sampler's own noise: what an algorithm's file may override ----------------------------
@@ -222,7 +222,7 @@ class OwnNoise(Optimizer):
     )
     sampling = ReadOnly[str | None](
         "release.sampling",
-        'How batches are drawn, as "poisson"; "recordwise"; None where nothing is stated.',
+        'The sampling scheme, such as "poisson" or "recordwise"; None if it is not stated.',
     )
     independence = ReadOnly[str](
         "release.independence", 'How records are kept apart: "by construction" or "vouched for".'
@@ -255,7 +255,7 @@ class OwnNoise(Optimizer):
     @property
     def free_lr(self) -> float:
         """The largest lr at which the sampler's own noise is at least ``noise_multiplier`` in every
-        group: privacy needs no more. Infinite if that is 0.
+        group: privacy needs no more. Infinite if ``noise_multiplier`` is 0.
         """
         if self.noise_multiplier == 0:
             return math.inf

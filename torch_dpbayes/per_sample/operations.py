@@ -1,10 +1,10 @@
-# ruff: noqa: SLF001 - Followed tensors and what is done with them are one thing
+# ruff: noqa: SLF001 - this module is a part of the class Followed
 """The loss of a training loop, computed for each record alone.
 
 An operation on followed tensors runs by ``torch.func.vmap`` for each record as a batch of one, so
 that the result of record i is made of record i. The end is a mean or sum over the records, and
-``backward()``. Losses by element and of classes run on all rows at once, for speed: a short list
-(:mod:`torch_dpbayes.per_sample.plain_functions`) of what torch documents as such.
+``backward()``. For speed, elementwise and classification losses run on all rows at once: a short
+list (:mod:`torch_dpbayes.per_sample.plain_functions`) of functions that torch documents as such.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Delivery:
 
     Args:
         expected_batch_size: what followed tensors show as the number of their records.
-        randomness: what the loss draws.
+        randomness: random numbers for draws inside the loss.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     raise operation.batch.refuse(f"{name}: {what}", remedy=operation.remedy())
 
 
-_STATISTICS = "Put the other network in eval mode; update_bn takes public records"
+_STATISTICS = "Put a network that is not private in eval mode, and run update_bn on public records"
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
@@ -149,7 +149,7 @@ class _Operation:
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if name == "batch_norm" and self.kwargs.get("training"):
             raise batch.refuse("batch_norm takes statistics of the batch", remedy=_STATISTICS)
-        if is_metric:  # values of earlier batches as they are: a running mean would keep all
+        if is_metric:  # plain values of earlier batches, or a running mean would keep them all
             for k, v in enumerate(self.leaves):
                 if isinstance(v, Followed) and v._batch is not batch:
                     self.leaves[k] = v.free()
@@ -159,7 +159,7 @@ class _Operation:
             self._check_constant(value)
         is_only = len(self.followed) == 1 and self.args[0] is first
         if name in kinds.TO_ELSEWHERE and is_only and first._how != "sealed":
-            # rows have a dimension more than memory_format is for
+            # memory_format does not fit rows, which have one dimension more
             options = {k: v for k, v in self.kwargs.items() if k != "memory_format"}
             return first.like(self.function(first._rows, *self.args[1:], **options))
         if self.has_reduced:
@@ -197,7 +197,7 @@ class _Operation:
                 " them",
                 "loss-number",
             )
-        raise batch.refuse(f"{name} of the batch is asked for", "loss-backward", _OF_INPUTS)
+        raise batch.refuse(f"tensors of the batch have no {name}", "loss-backward", _OF_INPUTS)
 
     def _called(self, values: Iterable[Tensor]) -> Any:
         """The function with tensors in place of the followed ones."""
@@ -234,7 +234,7 @@ class _Operation:
             )
 
     def remedy(self) -> str | None:
-        """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
+        """For outputs ``[B, 1]`` and targets ``[B]``, which torch would broadcast to ``[B, B]``."""
         shapes = sorted((tuple(f.shape) for f in self.followed), key=len)
         if len(shapes) == 2 and shapes[1] == (*shapes[0], 1):
             return "Give both the same shape: write .squeeze(-1) after the one with more dimensions"
@@ -456,7 +456,8 @@ class _Operation:
 
         def result(k: int) -> Any:
             if not found:
-                values = [f.free() for f in self.followed]  # what they are written into is marked
+                # a tensor that they are written into is marked
+                values = [f.free() for f in self.followed]
                 found.extend(flatten(self._called(values))[0])
             return found[k]
 
@@ -485,7 +486,7 @@ class _Operation:
                 return self._sealed()
             what = f"{name} of a reduced loss"
             if any(f._how is None for f in self.followed):
-                what = f"{name}: a mean or sum over records meets single records"
+                what = f"{name} combines a mean or sum over records with single records"
             raise batch.refuse(what, "loss-reduced")
         if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *self.others)):
             if self._is_detached():
@@ -520,7 +521,7 @@ class _Operation:
             raise batch.refuse("backward() is called inside a torch.func transform")
         if torch.is_anomaly_enabled():
             raise batch.refuse(
-                "anomaly detection is on, so one record's gradient could end the step",
+                "anomaly detection is on: one record's NaN would raise an error",
                 "loss-backward",
                 "Leave out torch.autograd.set_detect_anomaly",
             )
@@ -530,14 +531,14 @@ class _Operation:
             )
         if loss._how != batch.loss_reduction:
             raise batch.refuse(
-                f"the loss is a {loss._how} over the records, and make_private was told a"
+                f"the loss is a {loss._how} over the records, but make_private expects a"
                 f" {batch.loss_reduction}",
                 "loss-reduction",
                 f'Write make_private(..., loss_reduction="{loss._how}"), or reduce by'
                 f" .{batch.loss_reduction}()",
             )
         try:
-            # of each record's own loss; nothing outside the model receives a gradient. The engine
+            # gradients of each record's own loss, for the model's leaves only, by the engine
             # itself: torch's checks of shapes take as long as a small backward pass
             given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, (*batch.leaves,)
             _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)

@@ -17,7 +17,7 @@ FORMAT = "torch_dpbayes.PosteriorSamples, version 1"
 
 
 def save(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write beside ``path`` and move there: if writing fails, an older file stays as it was."""
+    """Write a temporary file and rename it: if writing fails, an older file is unchanged."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
@@ -36,7 +36,7 @@ def load(path: str | os.PathLike[str], writer: str) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    # the unpickler meets broken bytes with whatever error they lead to
+    # the unpickler may raise any error on damaged bytes
     except Exception as error:
         message = f"{os.fspath(path)} is damaged or was not written by {writer}"
         raise CheckpointError(message) from error
@@ -46,7 +46,7 @@ def load(path: str | os.PathLike[str], writer: str) -> dict[str, Any]:
 
 
 def array_of(sample: Tensor) -> np.ndarray[Any, Any]:
-    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
+    """As a NumPy array of float32 or wider: half precision is too coarse for variances."""
     return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
 
 
