@@ -26,8 +26,7 @@ def run_by(call):
             seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     before = sys.getprofile()
-    gc.collect()  # not meanwhile: what other tests left behind may end in functions of ours
-    gc.disable()
+    gc.disable()  # what other tests left behind may end in functions of ours
     sys.setprofile(profile)
     try:
         result = call()
