@@ -271,8 +271,8 @@ class OwnNoise(Optimizer):
             return ""
         lrs = dict.fromkeys(f"{self._free_lr(group):.4g}" for group in self._trained_groups())
         return (
-            f"max_grad_norm = {self.max_grad_norm * own / floor:.4g} (leave it out), temperature ="
-            f" {self.temperature * (floor / own) ** 2:.3g} (leave it out), or lr ="
+            f"max_grad_norm = {self.max_grad_norm * own / floor:.4g} (or leave it out), temperature"
+            f" = {self.temperature * (floor / own) ** 2:.3g} (or leave it out), or lr ="
             f' {", ".join(lrs)}{" of the groups" if len(lrs) > 1 else ""} (lr="free")'
         )
 
@@ -284,8 +284,8 @@ class OwnNoise(Optimizer):
         return [
             f"noise_multiplier = {self.noise_multiplier:.4g} is only a minimum: at temperature"
             f" {self.temperature:.4g} the sampler's own noise is"
-            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The minimum would"
-            f" be used with {instead}."
+            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. To use the"
+            f" minimum, pass {instead}."
         ]
 
 
