@@ -219,7 +219,7 @@ class PrivacyEngine:
                 the model and in the loop; the accountant's summary says so. A model that cannot run
                 for one record alone then runs on whole batches.
             example_inputs: arguments of the model for two synthetic records, a tuple (by position)
-                or a mapping (by name), if the batches do not show what the model takes. Only their
+                or a mapping (by name), if batches do not show the model's arguments. Only their
                 shapes and types are used.
 
         Raises:

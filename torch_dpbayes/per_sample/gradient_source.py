@@ -33,7 +33,7 @@ COPIED = (
 )
 AVERAGED = (
     "the model is called through torch's DistributedDataParallel, which averages unclipped"
-    " gradients. Call the model that make_private returned; for several ranks"
+    " gradients. Call the model that make_private returned; for several ranks write"
     " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
 )
 TRAINED = (
