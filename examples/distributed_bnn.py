@@ -4,8 +4,8 @@ them.
     torchrun --nproc-per-node 2 examples/distributed_bnn.py    # digits, well under a minute
     python examples/distributed_bnn.py                         # the same on one process
 
-Rank 0 prints what was spent, and how good the predictions on the test records are. Epsilon is the
-same as on one process: records are sampled at the global rate, the noise is added once, and a step
+Rank 0 prints epsilon, and the accuracy of the predictions on the test records. Epsilon is the same
+as on one process: records are sampled at the global rate, the noise is added once, and a step
 is charged once for all ranks.
 """
 
@@ -43,9 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--batch-size",
         type=int,
         default=512,
-        help="expected number of records in a batch, those of all ranks together",
+        help="expected number of records in a batch, for all ranks together",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how sure it was")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw predictive entropies")
     options = parser.parse_args(arguments)
 
     rank, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,11 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
         )
         rank = dist.get_rank()
     if rank == 0:
-        # the engine says that batches are now drawn at random
+        # shows the engine's warnings
         logging.basicConfig(format="%(message)s")
 
-    # the same model and the same split everywhere; noise and batches have their own, secret
-    # randomness
+    # all ranks need the same model and split; this seed does not set noise and batches, which stay
+    # secret
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels, dtype=torch.float32) / 8 - 1, torch.tensor(labels)  # 0..16 to -1..1
@@ -70,10 +70,10 @@ def main(arguments: list[str] | None = None) -> None:
     train, test = order[360:], order[:360]
     network = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).to(device)
 
-    engine = dpb.PrivacyEngine(process_group=dist.group.WORLD)  # None where there is one process
+    engine = dpb.PrivacyEngine(process_group=dist.group.WORLD)  # None on one process
     network, optimizer, loader = engine.make_private_with_epsilon(
         module=network,
-        # the privacy noise alone, see optimizer.effective_temperature
+        # no noise except the privacy noise; see optimizer.effective_temperature
         optimizer=partial(dpb.optim.DPSGLD, lr=4.0, temperature=0.0),
         data_loader=DataLoader(TensorDataset(x[train], y[train]), batch_size=options.batch_size),
         max_grad_norm=0.5,
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def picture(probabilities: torch.Tensor, truth: torch.Tensor, file: Path) -> None:
-    """Entropy of the predictions that are right, and of those that are wrong."""
+    """Draw the entropy of right and of wrong predictions."""
     from matplotlib.figure import Figure
 
     entropy = torch.special.entr(probabilities).sum(1)

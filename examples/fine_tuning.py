@@ -56,7 +56,7 @@ def untrained(model: str) -> nn.Module:
 
 
 def pretrained(model: str, records: int) -> nn.Module:
-    """It tells the topic of a sentence, the last digit of its first word."""
+    """A network that classifies the topic of a sentence, the last digit of its first word."""
     net, words = untrained(model), sentences(records)
     data = TensorDataset(words, words[:, 0] % TOPICS)
     adam = torch.optim.Adam(net.parameters(), 2e-3)
@@ -69,7 +69,7 @@ def pretrained(model: str, records: int) -> nn.Module:
 
 
 def prepared(net: Any, train: str) -> nn.Module:
-    """The network for two classes, with what is to be trained unfrozen."""
+    """The network for two classes; only parameters that will be trained are not frozen."""
     last = "score" if hasattr(net, "score") else "classifier"
     setattr(net, last, nn.Linear(32, 2))
     net.num_labels, net.config.use_cache = 2, False
@@ -86,7 +86,7 @@ def prepared(net: Any, train: str) -> nn.Module:
 
 
 class Logits(nn.Module):
-    """Of a model of transformers, as one tensor."""
+    """The logits of a model of ``transformers``, as one tensor."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -107,18 +107,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--train", choices=("all", "lora", "last"), default="all")
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--delta", type=float, default=1e-5)
-    parser.add_argument("--records", type=int, default=1024, help="of each kind")
+    parser.add_argument("--records", type=int, default=1024, help="private records")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=0.1)
     options = parser.parse_args(arguments)
 
     net = pretrained(options.model, 4 * options.records)
     net = Logits(prepared(net, options.train)).train()
-    words, new = sentences(options.records), sentences(2000)  # private, and for the test
+    words, new = sentences(options.records), sentences(2000)  # private and test sentences
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = engine.make_private_with_epsilon(
         module=net,
-        optimizer=partial(dpb.optim.DPSGLD, lr=options.lr),  # the clip bound follows from epsilon
+        optimizer=partial(dpb.optim.DPSGLD, lr=options.lr),  # the clip norm is derived
         data_loader=DataLoader(TensorDataset(words, words[:, 0] % 2), batch_size=64),
         target_epsilon=options.epsilon,
         target_delta=options.delta,

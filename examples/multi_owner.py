@@ -13,8 +13,9 @@ Without --data the records are synthetic, and the program also shows the posteri
 together, without privacy. On three machines, give torchrun --nnodes 3, --node-rank, --master-addr
 and --master-port, inside a private network: the messages are not encrypted.
 
-The noise decides how far the chain moves in an iteration; the number of records does not. With far
-fewer records than the default the posterior is wider, and 1500 iterations are too few to cross it.
+The noise limits how far the chain moves in an iteration; the number of records does not. With far
+fewer records than the default the posterior is wider, and 1500 iterations are too few to explore
+it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import MultiOwnerPenalty, plan
 
 HOSPITALS = ("Aachen", "Bern", "Cork")
-SHARES = (1 / 6, 1 / 3, 1 / 2)  # of the made-up records
+SHARES = (1 / 6, 1 / 3, 1 / 2)  # of the synthetic records
 TRUTH = torch.tensor([1.0, -2.0, 1.5, 0.0, -1.0])
 PRIOR_STD = 3.0
 
 
 def made_up(hospital: int, records: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Covariates of norm at most 1, of which one differs between the hospitals, and 0/1 labels."""
+    """Covariates of norm at most 1 and 0/1 labels; one covariate differs between hospitals."""
     generator = torch.Generator().manual_seed(len(HOSPITALS) * seed + hospital)
     x = torch.rand(round(records * SHARES[hospital]), len(TRUTH), generator=generator) * 2 - 1
     x[:, 0] = 1.0
@@ -57,7 +58,7 @@ def made_up(hospital: int, records: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
-    """Rows of numbers in [-1, 1] after division by public bounds, and in the last column 0 or 1."""
+    """Rows of numbers in [-1, 1], divided by public bounds before; the last column is 0 or 1."""
     rows = torch.tensor(
         [
             [float(value) for value in line.split(",")]
@@ -76,7 +77,7 @@ def model(x: Tensor, y: Tensor) -> None:
 
 
 def without_privacy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Mode and standard deviations of the posterior by Newton's method: for made-up records
+    """Mode and standard deviations of the posterior by Newton's method: for synthetic records
     only.
     """
     x, y, weights = x.double(), y.double(), torch.zeros(x.shape[1], dtype=torch.float64)
@@ -88,8 +89,8 @@ def without_privacy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(samples: Tensor, tables: list[tuple[Tensor, Tensor]], path: Path) -> None:
-    """Central 90 % intervals of the weights: from the chain, from all records in one place,
-    and from those of each hospital alone.
+    """Draw central 90 % intervals of the weights: from the chain, from all records in one place,
+    and from the records of each hospital alone.
     """
     from matplotlib.figure import Figure
 
@@ -128,7 +129,7 @@ def draw(samples: Tensor, tables: list[tuple[Tensor, Tensor]], path: Path) -> No
 
 
 def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
-    """What one hospital runs."""
+    """The program of one hospital."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -145,7 +146,7 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
     delta = options.delta
     accountant = dpb.PrivacyAccountant(options.epsilon[rank], delta)
     budget = {"target_epsilon": options.epsilon[rank], "target_delta": delta}
-    # of this hospital's own noise
+    # the plan for this hospital's own noise
     planned = plan(MultiOwnerPenalty, num_iterations=options.iterations, **budget)
     kernel = MultiOwnerPenalty(
         model,
@@ -171,7 +172,7 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
         f"{HOSPITALS[rank]:8} epsilon = {accountant.get_epsilon():.4f} at delta = {delta:.1g},"
         f" noise multiplier {planned.noise_multipliers['noise_multiplier']:.1f}; mean of the first"
         f" weight {samples[:, 0].mean():.6f}\n",
-        end="",  # one line is one write, also where nothing is buffered
+        end="",  # one write per line, also without buffering
         flush=True,
     )
     if rank == 0:
@@ -219,13 +220,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--data",
         metavar="TEMPLATE",
-        help="a CSV file for each hospital; {} stands for its number, 0, 1 or 2",
+        help="a CSV file for each hospital; {} is replaced by its number, 0, 1 or 2",
     )
     parser.add_argument(
         "--records",
         type=int,
         default=300_000,
-        help="made-up ones of all hospitals; default: 300000",
+        help="synthetic records of all hospitals; default: 300000",
     )
     parser.add_argument(
         "--epsilon",
@@ -234,9 +235,9 @@ def main(arguments: list[str] | None = None) -> None:
         default=[2.0, 3.0, 4.0],
         help="each hospital's budget; default: 2 3 4",
     )
-    parser.add_argument("--delta", type=float, default=1e-6, help="each hospital's; default: 1e-6")
+    parser.add_argument("--delta", type=float, default=1e-6, help="of each hospital; default: 1e-6")
     parser.add_argument(
-        "--iterations", type=int, default=1500, help="a third of them warm-up; default: 1500"
+        "--iterations", type=int, default=1500, help="a third of them is warm-up; default: 1500"
     )
     parser.add_argument(
         "--timeout",
@@ -245,16 +246,16 @@ def main(arguments: list[str] | None = None) -> None:
         help="seconds that a hospital waits for the others; default: 300",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the made-up records; the noise is always fresh"
+        "--seed", type=int, default=0, help="seed of the synthetic records; the noise has none"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the intervals, of made-up records only"
+        "--plot", type=Path, metavar="FILE.png", help="draw the intervals of synthetic records"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args(arguments)
     if options.plot is not None and (options.data is not None or not options.plot.parent.is_dir()):
         parser.error(
-            "--plot needs a folder that exists, and made-up records: the picture shows them pooled"
+            "--plot needs a folder that exists, and synthetic records: it draws them pooled"
         )
 
     if "RANK" in os.environ:
@@ -281,7 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
-            raise SystemExit("a hospital failed; its message stands above")
+            raise SystemExit("a hospital failed; see its message above")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Releases one draw from the posterior of a logistic regression, and prints why that is private.
+"""Releases one draw from the posterior of a logistic regression, and prints its guarantee.
 
     python examples/one_posterior_sample.py [--epsilon 1]
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the weights; of made-up records only"
+        "--plot", type=Path, metavar="FILE.png", help="draw the weights; for synthetic records only"
     )
     options = parser.parse_args(arguments)
 
@@ -61,7 +61,7 @@ def picture(
     spread: float,
     file: Path,
 ) -> None:
-    """The draw, 95 % intervals around it, and the estimate without privacy by Newton's method."""
+    """Plot the draw with 95 % intervals, and the estimate without privacy by Newton's method."""
     from matplotlib.figure import Figure
 
     weights = torch.zeros(4)

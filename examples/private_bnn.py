@@ -1,5 +1,5 @@
-"""Trains a Bayesian neural network with differential privacy, and prints how accurate and how well
-calibrated its predictions are.
+"""Trains a Bayesian neural network with differential privacy, and prints accuracy and calibration
+of its predictions.
 
     python examples/private_bnn.py                      # digits of scikit-learn, under a minute
     python examples/private_bnn.py --dataset mnist      # downloads two data sets
@@ -7,7 +7,7 @@ calibrated its predictions are.
     python examples/private_bnn.py --epsilon inf        # without noise: shows the cost of privacy
 
 Each step of DP-SGLD draws one Gaussian, which is both the privacy noise and the sampler's noise.
-The clip norm is chosen so that the noise for epsilon is exactly the noise that the sampler needs at
+The clip norm is chosen so that the noise for epsilon equals the noise that the sampler needs at
 temperature 1. The networks of the second half of the run are the posterior samples. Using them
 costs no further privacy. Inputs and targets are scaled by public constants, never by statistics of
 the private records. All printed results are for the test records, which count as public here. The
@@ -41,32 +41,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=LR, batch_size=1024),
     "diabetes": dict(epsilon=5.0, epochs=100, lr=LR, batch_size=128),
 }
-NO_CLIPPING = 1e6  # of the baseline without noise
-SURE = 0.9  # of the test records, those with the least entropy
+NO_CLIPPING = 1e6  # clip norm of the baseline without noise
+SURE = 0.9  # share of the test records that have the least entropy
 
-# what the tables speak of
+# explanations of the printed quantities
 _COMMON = {
-    "NLL": "mean surprise at the true answers, in nats: the smaller the better",
-    "clip norm": "C, how long one record's gradient may be: what epsilon buys",
-    "temperature": "1 is the posterior, less is narrower",
-    "floor": "z_min, the noise that epsilon asks for; the sampler's own is z_L",
+    "NLL": "mean negative log likelihood of the true answers, in nats: less is better",
+    "clip norm": "C, the largest norm of one record's gradient; a larger epsilon raises it",
+    "temperature": "1 samples the posterior, less a narrower distribution",
+    "floor": "z_min, the noise that epsilon needs; z_L is the noise that the sampler needs",
 }
 OF_NOISE = {"clip norm", "temperature", "floor"}
 WORDS = {
     "classification": {
         **_COMMON,
-        "ECE": "how far stated confidence is from accuracy on average: 0 is best",
+        "ECE": "mean difference between confidence and accuracy: 0 is best",
     },
-    "regression": {**_COMMON, "RMSE": "root of the mean squared error, in units of the score"},
+    "regression": {**_COMMON, "RMSE": "root mean squared error, in units of the score"},
 }
 
-# mean and standard deviation of a pixel, published for each data set; the other one is out of
-# distribution
+# published mean and standard deviation of a pixel of each data set; OTHER names the
+# out-of-distribution data set
 PIXELS = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 
-# age, sex, body mass index, blood pressure and six blood values: round figures for the middle and
-# the spread of an adult population
+# age, sex, body mass index, blood pressure and six blood values: rounded center and spread of an
+# adult population
 PATIENT_MIDDLE = (50.0, 1.5, 25.0, 95.0, 190.0, 115.0, 50.0, 4.0, 4.6, 90.0)
 PATIENT_SPREAD = (15.0, 0.5, 5.0, 15.0, 35.0, 30.0, 15.0, 1.5, 0.5, 15.0)
 # the documented range of the score, 25 to 346, taken as four standard deviations
@@ -75,8 +75,8 @@ SCORE_MIDDLE, SCORE_UNIT = 185.0, 80.0
 
 @dataclass(frozen=True)
 class Problem:
-    """What to learn: the records, the network, and the loss, which is −log p(record) up to a
-    constant, averaged over the batch.
+    """The records, the network, and the loss: the batch mean of −log p(record), up to a
+    constant.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Problem:
 
 
 def load(name: str, data_root: Path | None, seed: int) -> Problem:
-    """The problem of that name. ``seed`` decides the split into training and test records
-    where the data set has none.
+    """The problem of that name. ``seed`` sets the split into training and test records if the data
+    set has none.
     """
     if name == "digits":
         return digits(seed)
@@ -152,9 +152,8 @@ def images(name: str, data_root: Path | None) -> Problem:
             if data_root is None:
                 raise
             raise ValueError(
-                f"{data_root} has no {data_set.__name__}/raw with the files that torchvision keeps"
-                " there. Both MNIST and Fashion-MNIST are needed; without --data-root they are"
-                " downloaded."
+                f"{data_root} has no {data_set.__name__}/raw with the files of torchvision. Both"
+                " MNIST and Fashion-MNIST are needed; without --data-root they are downloaded."
             ) from None
         return read.data[:, None].float() / 255, read.targets
 
@@ -192,7 +191,7 @@ def images(name: str, data_root: Path | None) -> Problem:
 def diabetes(seed: int) -> Problem:
     from sklearn.datasets import load_diabetes
 
-    # scaled=True would use the mean and spread of the records
+    # scaled=True would use mean and spread of the private records
     values, scores = load_diabetes(return_X_y=True, scaled=False)
     x = (torch.tensor(values, dtype=torch.float32) - torch.tensor(PATIENT_MIDDLE)) / torch.tensor(
         PATIENT_SPREAD
@@ -202,7 +201,7 @@ def diabetes(seed: int) -> Problem:
     return Problem(
         name="diabetes",
         likelihood=(
-            f"Gaussian, variance 1/2 (which is what MSELoss means) in units of {SCORE_UNIT:g}:"
+            f"Gaussian, variance 1/2 (implied by MSELoss) in units of {SCORE_UNIT:g}:"
             f" standard deviation {SCORE_UNIT * 0.5**0.5:.1f}"
         ),
         network=nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)),
@@ -214,7 +213,7 @@ def diabetes(seed: int) -> Problem:
 
 
 def split(num_records: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Positions of the training records, four fifths, and of the test records."""
+    """Indices of the training records (four fifths) and of the test records."""
     order = torch.randperm(num_records, generator=torch.Generator().manual_seed(seed))
     return order[num_records // 5 :], order[: num_records // 5]
 
@@ -222,8 +221,8 @@ def split(num_records: int, seed: int) -> tuple[Tensor, Tensor]:
 def prepare(
     problem: Problem, options: argparse.Namespace
 ) -> tuple[dpb.PrivacyEngine, Any, Any, int]:
-    """Print the plan, make network, optimizer and loader private; the engine, the last two
-    and the number of steps.
+    """Print the plan, and make network, optimizer and loader private. Returns engine, optimizer,
+    loader and number of steps.
     """
     engine = dpb.PrivacyEngine()
     run: dict[str, Any] = dict(
@@ -282,8 +281,8 @@ def train(
 
 
 def posterior_samples(problem: Problem) -> dpb.PosteriorSamples:
-    """An empty set: of what it will be given it keeps the second half."""
-    if problem.name == "diabetes":  # MSELoss means the variance 1/2
+    """An empty set; it will keep the second half of the iterates."""
+    if problem.name == "diabetes":  # MSELoss implies the variance 1/2
         return dpb.PosteriorSamples("normal", noise_std=math.sqrt(0.5))
     return dpb.PosteriorSamples()
 
@@ -311,8 +310,8 @@ def show_classification(
             f"{metrics.area_under_roc(entropy(probabilities), entropy(outside[name])):12.3f}"
         )
     print(
-        f"OOD AUROC: how well predictive entropy tells {problem.outside_name} from test records"
-        f" ({problem.name}); 0.5 is chance"
+        f"OOD AUROC: how well predictive entropy separates {problem.outside_name} from test"
+        f" records ({problem.name}); 0.5 is chance"
     )
     name, probabilities = next(iter(inside.items()))
     doubt = entropy(probabilities)
@@ -341,15 +340,15 @@ def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples], 
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """In nats, of each row."""
+    """The entropy of each row, in nats."""
     return torch.special.entr(probabilities).sum(1)
 
 
 def draw(
     problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor], path: Path
 ) -> None:
-    """Reliability diagram of all predictions, beside the entropy of the posterior average's
-    in and out of distribution.
+    """Draw a reliability diagram of all predictions, and the entropy of the posterior average's
+    predictions in and out of distribution.
     """
     from matplotlib.figure import Figure
 
@@ -399,7 +398,7 @@ def draw(
 def draw_intervals(
     problem: Problem, means: Tensor, low: Tensor, high: Tensor, covered: float, path: Path
 ) -> None:
-    """Every test record's score against the prediction, with its 90 % interval."""
+    """Draw every test record's score against the prediction, with its 90 % interval."""
     from matplotlib.figure import Figure
 
     def scores(values: Tensor) -> Tensor:
@@ -428,7 +427,7 @@ def draw_intervals(
 
 
 def _same(options: argparse.Namespace) -> list[str]:
-    """The options that say which problem this is."""
+    """The options that select this problem."""
     dataset = [] if options.dataset is None else [f"--dataset {options.dataset}"]
     return [f"--task {options.task}", *dataset]
 
@@ -472,7 +471,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--epsilon",
         type=float,
-        help="what may be spent; inf: no noise, and clipping only if given",
+        help="the privacy budget; inf: no noise, and clipping only with --max-grad-norm",
     )
     add("--delta", type=float, default=1e-5, help="default: 1e-5")
     add("--epochs", type=int, help="passes over the training records")
@@ -481,23 +480,23 @@ def parser() -> argparse.ArgumentParser:
         "--temperature",
         type=float,
         help=(
-            "of the posterior that is sampled; default: 1, the posterior itself, or with"
-            " --max-grad-norm what the noise makes it"
+            "temperature of the sampled posterior; default: 1, the posterior itself, or with"
+            " --max-grad-norm the temperature that follows from the noise"
         ),
     )
     add(
         "--calibrate",
         type=float,
         metavar="SHARE",
-        help="share of epsilon for one temperature of the predictions, as 0.02",
+        help="share of epsilon for one temperature of the predictions, such as 0.02",
     )
     add("--batch-size", type=int, help="expected size of the Poisson batches")
     add(
         "--max-grad-norm",
         type=float,
         help=(
-            "clip norm of one record's gradient; default: the largest at which the noise is the"
-            " sampler's own"
+            "clip norm of one record's gradient; default: the one at which the noise for epsilon is"
+            " the noise that the sampler needs"
         ),
     )
     add(
@@ -505,8 +504,8 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         help=(
-            "of the initial weights and of the split into training and test records; noise and"
-            " batches always come from the operating system's entropy, so no two runs are equal;"
+            "seed of the initial weights and of the split into training and test records; noise and"
+            " batches always use the operating system's entropy, so no two runs are equal;"
             " default: 0"
         ),
     )
@@ -515,7 +514,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.png",
         help=(
-            "where to draw reliability and predictive entropy, or for regression the intervals;"
+            "picture of reliability and predictive entropy, or of the intervals for regression;"
             " default: the data set's name .png, in this folder"
         ),
     )
@@ -536,23 +535,22 @@ def main(arguments: list[str] | None = None) -> None:
         command_line.error("--epochs must be at least 1")
     if options.epsilon is not None and not options.epsilon > 0:
         command_line.error(
-            f"--epsilon {options.epsilon:g}: pass a number above 0, 3 for example, or inf for no"
-            " noise"
+            f"--epsilon {options.epsilon:g}: pass a number above 0, such as 3, or inf for no noise"
         )
     if not 0 < options.delta < 1:
-        command_line.error(f"--delta {options.delta:g}: pass a number between 0 and 1, as 1e-5")
+        command_line.error(f"--delta {options.delta:g}: pass a number in (0, 1), such as 1e-5")
     if options.epsilon == math.inf:
         if options.temperature:
             command_line.error(
                 "--epsilon inf adds no noise, so there is no temperature: leave out --temperature"
             )
         if options.calibrate is not None:
-            command_line.error("--epsilon inf has no share to keep: leave out --calibrate")
+            command_line.error("--epsilon inf has no share to reserve: leave out --calibrate")
     for option, value in SETTINGS[name].items():
         if getattr(options, option) is None:
             setattr(options, option, value)
 
-    # the engine says that batches are now drawn at random
+    # shows the engine's warnings
     logging.basicConfig(format="%(message)s")
     torch.manual_seed(options.seed)
     try:
@@ -570,7 +568,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.perf_counter()
         samples, spent = train(problem, engine, optimizer, loader, steps, options)
         seconds = time.perf_counter() - start
-    except ValueError as error:  # the library says what to write instead
+    except ValueError as error:  # the message says what to write instead
         command_line.error(str(error))
     last = posterior_samples(problem)
     last.collect(problem.network)

@@ -2,7 +2,7 @@
 
     python examples/private_mean.py [--epsilon 0.5]
 
-The mean is one posterior sample of a Gaussian model with one column of ones. The numbers are
+The mean is one posterior sample of a Gaussian model whose only column is ones. The numbers are
 synthetic.
 """
 
@@ -30,15 +30,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--delta", type=float, default=1e-6)
     parser.add_argument("--records", type=int, default=5000)
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the made-up numbers and the interval"
+        "--plot", type=Path, metavar="FILE.png", help="draw the synthetic numbers and the interval"
     )
     options = parser.parse_args(arguments)
 
     n, middle = options.records, (LOW + HIGH) / 2
     values = (3.5 + STD * torch.randn(n)).clamp(LOW, HIGH)
     model = ops.GLM("gaussian", prior_std=HIGH - LOW, noise_std=STD)
-    # steps of a tenth of the posterior's width leave 5 % too much variance, and a hundred of them
-    # forget the start
+    # with this step size, a tenth of the posterior variance, the variance is 5 % too large, and 100
+    # steps forget the start
     run = ops.FiniteRunLangevin(
         steps=100, step_size=0.1 * STD**2 / n, max_grad_norm=(HIGH - LOW) / STD**2
     )

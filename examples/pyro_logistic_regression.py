@@ -6,10 +6,10 @@ from there, with one accountant for both.
     python examples/pyro_logistic_regression.py --plot logistic.png
 
 Every record is scaled by public constants to norm at most 1. So the norm of its gradient is at most
-1, and its log-likelihood ratio is at most the distance moved: nothing is clipped, and DP-HMC
+1, and its log-likelihood ratio is at most the distance of the move: nothing is clipped, and DP-HMC
 samples the exact posterior. Epsilon limits the squared distance that a chain can travel, for any
-number of iterations. The posterior becomes narrower with more records, so with few records a chain
-hardly leaves its start point (see n_eff). For the synthetic records the program also shows the
+number of iterations. The posterior is wider with fewer records, so with few records a chain stays
+near its start point (see n_eff). For the synthetic records the program also shows the
 posterior without privacy; on private data this would be a release. Adult is evaluated on its test
 records, which count as public here.
 """
@@ -35,8 +35,8 @@ import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, plan
 
 PRIOR_STD = 5.0
-# numeric columns of Adult with a public bound: age, years of education, hours a week, capital gain
-# and loss (logarithms)
+# numeric columns of Adult with their public bounds: age, years of education, hours per week, and
+# capital gain and loss, whose logarithms are used
 ADULT_BOUNDS = {0: 90.0, 4: 16.0, 12: 99.0, 10: 1e5, 11: 1e4}
 ADULT_FLAGS = {5: "Married-civ-spouse", 9: "Male"}
 
@@ -127,7 +127,7 @@ def find_start(table: Table, accountant: dpb.PrivacyAccountant) -> Tensor:
 
 
 def without_privacy(table: Table) -> tuple[Tensor, Tensor]:
-    """Mode and standard deviations of the posterior by Newton's method: for made-up records
+    """Mode and standard deviations of the posterior by Newton's method: for synthetic records
     only.
     """
     x, y, weights = (
@@ -149,8 +149,8 @@ def draw(
     reference: tuple[Tensor, Tensor] | None,
     path: Path,
 ) -> None:
-    """Central 90 % intervals of the weights, around their middle, and the path of the first
-    two that vary.
+    """Draw central 90 % intervals of the weights, and the chain's path in the first two weights
+    after the intercept.
     """
     from matplotlib.figure import Figure
 
@@ -204,20 +204,20 @@ def main(arguments: list[str] | None = None) -> None:
         "--data-root",
         type=Path,
         metavar="PATH",
-        help="folder that holds adult/adult.data and adult/adult.test",
+        help="folder with adult/adult.data and adult/adult.test",
     )
     parser.add_argument(
-        "--records", type=int, default=200_000, help="of the made-up table; default: 200000"
+        "--records", type=int, default=200_000, help="synthetic records; default: 200000"
     )
-    parser.add_argument("--epsilon", type=float, default=3.0, help="for everything; default: 3")
+    parser.add_argument("--epsilon", type=float, default=3.0, help="total; default: 3")
     parser.add_argument(
         "--iterations",
         type=int,
         default=150,
-        help="of DP-HMC, a third of them warm-up; default: 150",
+        help="iterations of DP-HMC; a third of them is warm-up; default: 150",
     )
     parser.add_argument(
-        "--steps", type=int, default=5, help="leapfrog steps of an iteration; default: 5"
+        "--steps", type=int, default=5, help="leapfrog steps per iteration; default: 5"
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the intervals and the chain"
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         f" {accountant.get_epsilon():.3g} at delta = {delta:.2g}"
     )
 
-    # norms are at most 1, so is the derivative of the logistic loss
+    # norms of records and the derivative of the logistic loss are at most 1
     bounds = {"log_ratio_slope": 1.0, "max_grad_norm": 1.0}
     budget = {
         "target_epsilon": options.epsilon,

@@ -44,12 +44,12 @@ class Scattering(nn.Module):
         S_1 x = |x * \psi_{j\theta}| * \phi_J, \qquad
         S_2 x = ||x * \psi_{j\theta}| * \psi_{j'\theta'}| * \phi_J, \quad j < j'
 
-    with Morlet wavelets ψ of J scales and L directions and a Gaussian φ: ψ_j has the envelope's
-    standard deviation 0.8·2^j, the frequency 3π/4·2^-j and the slant 4/L. Pictures are padded by
-    reflection, then treated as periodic.
+    with Morlet wavelets ψ of J scales and L directions and a Gaussian φ. The envelope of ψ_j has
+    the standard deviation 0.8·2^j and the slant 4/L; the frequency is 3π/4·2^-j. Pictures are
+    padded by reflection, then treated as periodic.
 
     Sources: Bruna and Mallat (2013), "Invariant scattering convolution networks"; filters and
-    order of channels are those of Kymatio (Andreux et al., 2020), which also skips pixels between
+    order of channels are those of Kymatio (Andreux et al., 2020). Kymatio also skips pixels between
     the layers; this code does not.
 
     Args:
@@ -78,8 +78,8 @@ class Scattering(nn.Module):
         self.register_buffer("average", torch.tensor(rows).float(), persistent=False)
 
     def _morlet(self, j: int, angle: float, slant: float) -> np.ndarray:
-        """The Fourier transform, which is real, of a wave less so much of its envelope that its
-        mean is 0.
+        """The (real) Fourier transform of a wave, minus a multiple of its envelope so that the mean
+        is 0.
         """
         std, frequency = 0.8 * 2**j, 3 * math.pi / 4 / 2**j
         place = np.arange(-2 * self.padded, 3 * self.padded, dtype=float)

@@ -1,5 +1,5 @@
-"""The one place where something of the data becomes public: collect the clipped sum, check that
-nothing changed, charge, add noise.
+"""The only place that releases a function of the data: collect the clipped sum, check that nothing
+changed, charge, add noise.
 
 Each release is one vector and nothing else::
 
@@ -46,15 +46,15 @@ Member = tuple[dict[str, Any], list[str], list[Tensor]]
 
 
 class GroupGradient:
-    """One parameter group's share of a step: what an algorithm's ``_update`` gets.
+    """One parameter group's share of a step: the argument of an algorithm's ``_update``.
 
     Attributes:
         group: torch's parameter group with its options.
         names, parameters: names and tensors of the trainable parameters.
         gradient: ĝ as one flat vector; the update may overwrite it.
         gradients: the same memory, shaped like the parameters.
-        noise_multiplier: z of this step; infinite where lr = 0 and nothing was taken from the data.
-        prior_stds: of the Gaussian prior, one for each parameter.
+        noise_multiplier: z of this step; infinite if lr = 0 and no data was used.
+        prior_stds: standard deviations of the Gaussian prior, one for each parameter.
         options: the group's, from which ``noise_multiplier`` and ``prior_stds`` were computed.
         kept: vectors that an algorithm keeps between steps, flat and by views.
     """
@@ -67,10 +67,10 @@ class GroupGradient:
         self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def current_options(self) -> list[Any]:
-        """The group's options, which are public; copied where they may be changed in place."""
+        """The group's options, which are public; mutable ones are copied."""
         found = []
         for name, value in self.group.items():
-            if type(value) in (float, int, str):  # nobody changes one in place
+            if type(value) in (float, int, str):  # immutable
                 found.append(value)
             elif name != "params":
                 require_public("a parameter group", [value])
@@ -114,12 +114,12 @@ class Layout:
 
 
 class ClippedSum:
-    """Σ clip(g_i), of which every step releases S = Σ clip(g_i) + zC·ξ.
+    """Σ clip(g_i); every step releases S = Σ clip(g_i) + zC·ξ.
 
-    A query that releases more is a subclass: it says how many numbers more, fills
-    ``layout.extra``, adds their noise, and states the noise multiplier that a release of the
-    clipped sum alone would have at the same cost. ``independence`` says how records are kept apart,
-    and is empty where the source of gradients says it.
+    A query that releases more is a subclass: it states the number of further values, fills
+    ``layout.extra`` with them, adds their noise, and states the noise multiplier at which a release
+    of the clipped sum alone would cost the same. ``independence`` states how records are kept
+    apart; if it is empty, the source of gradients states it.
 
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
     """
@@ -136,7 +136,7 @@ class ClippedSum:
         return 0
 
     def collect(self, source: GradientSource, layout: Layout) -> int:
-        """Add the batch's sum to ``layout``; returns how many records it had."""
+        """Add the batch's sum to ``layout``; returns the number of records."""
         return source.add_clipped_sum(layout.named, self.max_grad_norm, layout.pieces)
 
     def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:
@@ -166,11 +166,11 @@ class Release:
     Attributes:
         source: gives the batch's clipped sum.
         draws: the sampler that draws the batches; None if the caller draws them.
-        ranks: those that release together; None where this process is alone.
+        ranks: the ranks that release together; None for a single process.
         lock: held from before :meth:`take` until its result is used. Without it, another thread
             could see a sum without noise.
-        watch: is told of every release, with the layout that holds it.
-        bound_from: where the clip norm is from, with temperature and noise; empty if not stated.
+        watch: is called after every release, with its layout.
+        bound_from: the origin of the clip norm, with temperature and noise; empty if not stated.
 
     **Privacy.** A release is charged before its noise is drawn. A refused charge raises, and
     nothing is released.
@@ -203,7 +203,7 @@ class Release:
         self.start_afresh()
 
     def start_afresh(self) -> None:
-        """Forget what belongs to steps that came before."""
+        """Forget the state of earlier steps."""
         self.forget_parts()
         self._pending_records, self._pending_draw = 0, -1
         self._last_event: tuple[Any, events.DpEvent, float] | None = None
@@ -212,7 +212,7 @@ class Release:
 
     def forget_parts(self) -> None:
         """The next part begins a new sum."""
-        self._is_pending = False  # whether the buffer holds parts of a draw, not all of them
+        self._is_pending = False  # whether the buffer holds some parts of a draw, but not all
 
     def bind(
         self,
@@ -224,16 +224,16 @@ class Release:
         is_alone: bool,
     ) -> None:
         """Take gradients from ``source`` from now on, and compare every step with the ``draws`` and
-        the ``fixed`` tensors. ``is_alone``: other ranks have nothing to do with it.
+        the ``fixed`` tensors. ``is_alone``: this process trains alone, even in a process group.
         """
         self.source, self.draws, self.fixed = source, draws, fixed
         draws.accountant = self.accountant
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.scheme
-        self._last_event = None  # of other draws
+        self._last_event = None  # it was of other draws
         self.forget_parts()
 
-        def before_delivery() -> None:  # gradients of an earlier draw cannot pass for a later one's
+        def before_delivery() -> None:  # removes gradients of an earlier draw
             source.discard(parameters)
             fixed.begin()
 
@@ -245,11 +245,11 @@ class Release:
         draws.delivery = self._delivery
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
-        """One that charges the same accountant and draws its own noise."""
+        """A copy that charges the same accountant and draws its own noise."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), Lock()
-        if has_other_parameters:  # of a copied model, which needs hooks of its own
+        if has_other_parameters:  # the model was copied, too, and needs its own hooks
             new.source = HooksGradientSource(is_vouched=self._assume_independent)
             new.fixed = None
         new.start_afresh()
@@ -261,12 +261,12 @@ class Release:
         return self.query.independence or self.source.independence
 
     def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
-        """A buffer for what these parameter groups release, in a new sum."""
+        """A buffer for the release of these parameter groups; begins a new sum."""
         self.forget_parts()
         members = trainable_members(groups)
         parameters = [p for _, _, own in members for p in own]
         extra = self.query.extra_size(sum(p.numel() for p in parameters), parameters[0].device)
-        if self.fixed is not None:  # look at the fixed ones themselves once
+        if self.fixed is not None:  # compare the values of the fixed tensors once
             self.fixed.look_closely()
         records = self.query.expected_batch_size
         return Layout(members, extra, records, is_shared=self.ranks is not None)
@@ -276,8 +276,8 @@ class Release:
     def take(self, layout: Layout, settings: Settings, norm: float) -> bool:
         """Collect the batch, charge, and leave S/B in ``layout``, whose groups have their noise
         multipliers. False while parts of the draw are outstanding; nothing is released then.
-        ``settings`` returns the settings that decide the law of the release. ``norm`` is that of
-        the parameters, which must be the same on all ranks.
+        ``settings`` returns the settings that determine the distribution of the release. ``norm``
+        is the norm of the parameters, which must be the same on all ranks.
         """
         if self.ranks is None and not self._is_alone and is_initialized():
             require_single_process()
@@ -329,7 +329,7 @@ class Release:
                     " step().",
                     code="step-records",
                 )
-        # tolerates one record more or less: no error may tell neighbouring data sets apart
+        # tolerates one record more or less: an error must not distinguish neighbouring data sets
         elif self.sample_rate == 1 and abs(records - self.num_data) > 1:
             raise StateError(
                 f"expected_batch_size = num_data = {self.num_data} declares full batches, but this"
@@ -343,14 +343,14 @@ class Release:
     def _charge_and_release(
         self, layout: Layout, settings: Settings, smallest: float, others: list[str]
     ) -> None:
-        """S/B in the buffer. Of several ranks, rank 0 adds the noise to its own sum."""
+        """Charge, and leave S/B in the buffer. With several ranks, only rank 0 adds noise."""
         ranks, error = self.ranks, None
         is_first = ranks is None or ranks.rank == 0
         try:
             # rank 0 charges a ledger; without one, each rank charges its own accountant
             self._charge(smallest, is_mine=is_first or self.accountant.path is None)
             hides: Iterable[Tensor | str] = ()
-            if self.noise.generator is not None and is_first:  # all that the release is made of
+            if self.noise.generator is not None and is_first:  # everything that determines S
                 multipliers = [group.noise_multiplier for group in layout.groups]
                 described = repr((settings(), multipliers))
                 hides = (*others, described, layout.buffer, *layout.parameters)
@@ -378,8 +378,8 @@ class Release:
         self, noise_multiplier: float, sampling: str | None, draws: PoissonSampler | None = None
     ) -> events.DpEvent:
         """The event of one step, in noise std / clip bound; the accountant turns it into
-        noise / sensitivity. If ``draws`` made the batches, they state the event, which may stand
-        for several steps.
+        noise / sensitivity. If ``draws`` made the batches, they state the event, which may cover
+        several steps.
         """
         if noise_multiplier == 0.0:
             return events.NonPrivateDpEvent()
@@ -412,8 +412,8 @@ class Release:
         )
 
     def _charge(self, noise_multiplier: float, *, is_mine: bool = True) -> None:
-        """Charge the step, unless that was done with an earlier one of its pass, or, where it is
-        not ``is_mine``, by another rank. The event is worked out once while nothing changes.
+        """Charge the step, unless an earlier step of its pass was charged for it, or another rank
+        charges (``is_mine`` is false). The event is computed again only if something changed.
         """
         made_for, draws = (noise_multiplier, self.sampling), self.draws
         if self._last_event is None or self._last_event[0] != made_for:
@@ -438,8 +438,8 @@ class Release:
     # -- several ranks -----------------------------------------------------------------------------
 
     def _agree(self, layout: Layout, settings: Settings, norm: float, ranks: Ranks) -> list[str]:
-        """Check that all ranks take the same step. With a generator of the caller's it returns
-        what the noise has to hide of the other ranks.
+        """Check that all ranks take the same step. If the caller passed a generator, returns
+        digests of the ranks' sums, which the noise must hide.
         """
         assert self.draws is not None
         groups = [(*options_of(g.group), g.noise_multiplier) for g in layout.groups]
@@ -457,7 +457,7 @@ class Release:
 
 
 def options_of(group: dict[str, Any]) -> list[Any]:
-    """Options that a parameter group may have of its own."""
+    """Options that may differ between parameter groups."""
     return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
 
 
@@ -480,7 +480,7 @@ def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
 
 
 def require_public(what: str, values: Iterable[Any]) -> None:
-    """Refuse values of a batch among those that a step uses beside the noisy gradient."""
+    """Refuse values of a batch; a step may use only the noisy gradient and public values."""
     for value in values:
         if isinstance(value, Mapping):
             require_public(what, value.values())

@@ -217,7 +217,7 @@ def test_plan_says_what_makes_a_run_useless():
     given |= {"noise_multiplier": 1.0, "optimizer": sgld}
     for said, options in {
         "cannot train the model": {"noise_multiplier": 1e5},
-        "no smaller than 1 / 60 records": {"target_delta": 0.1},
+        "not below 1 / 60 records": {"target_delta": 0.1},
         "hotter than the posterior": {"optimizer": partial(dpb.optim.DPSGLD, lr=50.0)},
     }.items():
         assert said not in str(plan(**arguments(**given)))

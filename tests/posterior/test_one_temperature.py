@@ -340,7 +340,7 @@ def test_what_is_refused_charges_and_changes_nothing(name):
     assert (held is None or len(held) == 0) and samples.temperature == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:the noise of this calibration leaves:UserWarning")
+@pytest.mark.filterwarnings("ignore:the noise of this calibration is too large:UserWarning")
 def test_a_share_of_the_budget():
     """The noise of the steps leaves room for it, and it is charged when it is used, once."""
     data = TensorDataset(torch.randn(400, 5), torch.randint(3, (400,)))

@@ -1,5 +1,5 @@
-"""Makes the private loader and ties model, optimizer and loader together: the source of gradients,
-and what the ranks must have in common.
+"""Makes the private loader, attaches it and the source of gradients to model and optimizer, and
+checks that all ranks have the same settings.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from ..release import options_of
 from .plan import Run
 from .settings import SCHEMES, Settings
 
-# where a model's steps were charged last
+# the accountant of a model's last training
 _accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
 _CHARGED_ELSEWHERE = (
     "the model was made private with another accountant before: for records in both trainings,"
-    " epsilon is that of both together"
+    " epsilon is that of both accountants together"
 )
 _log = logging.getLogger("torch_dpbayes")
 
 
 def run_of(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None) -> Run:
-    """A run and its loader; nothing is changed."""
+    """A run and its loader. Changes nothing."""
     accountant = settings.accountant(found)
     target = settings.target(accountant)
     return Run(settings, private_loader(settings, ranks), accountant, target, ranks)
@@ -68,8 +68,8 @@ def made_private(
     *,
     is_alone: bool,
 ) -> tuple[PrivateOptimizer, PoissonLoader]:
-    """Build loader and optimizer, check the model and tie them to it, and say in the log what may
-    surprise. ``is_alone``: other ranks of a process group have nothing to do with it.
+    """Build loader and optimizer, check the model, connect all three, and log warnings.
+    ``is_alone``: the process trains alone, even if a process group of several ranks exists.
     """
     module = settings.module
     refuse_wrapped(module)
@@ -93,9 +93,9 @@ def made_private(
     except BaseException:
         source.remove()
         raise
-    module.__dict__.pop("_dpbayes_buffers", None)  # of an earlier training
+    module.__dict__.pop("_dpbayes_buffers", None)  # written by an earlier training
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # for PosteriorSamples.collect: until the first batch, as they are they are no sample
+    # for PosteriorSamples.collect: without a change since now, the parameters are not a sample
     trained = [p for p in module.parameters() if p.requires_grad]
     module.__dict__["_dpbayes_start"] = [(id(p), p._version) for p in trained]
     optimizer.release.bind(source, draws, FixedTensors(module), parameters, is_alone=is_alone)
@@ -111,7 +111,7 @@ def made_private(
     warnings = [of_collate] if of_collate else []
     known = _accountants.get(module)
     before = accountant if known is None else known()
-    # which may hold charges that this new accountant does not
+    # the earlier accountant may hold charges that this new one does not have
     if (
         not len(accountant)
         and before is not accountant
@@ -127,7 +127,7 @@ def made_private(
         divided = "" if ranks is None else f", divided among {ranks.size} ranks"
         warnings.append(
             f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
-            f" with probability {loader.sample_rate:.6g}, {len(loader)} batches a pass{divided}"
+            f" with probability {loader.sample_rate:.6g}, {len(loader)} batches per pass{divided}"
         )
     if run.target is not None:
         warnings += run.warnings(optimizer)
@@ -140,8 +140,8 @@ def made_private(
 
 
 def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSource:
-    """The source of per-sample gradients, attached to a model that was checked on synthetic
-    arguments of the shapes of its own.
+    """Attach the source of per-sample gradients to the model, and check the model on synthetic
+    arguments, with the shapes of its own arguments.
     """
     module, mode, examples = settings.module, settings.grad_sample_mode, settings.example_inputs
     is_vouched = settings.assume_independent_records
@@ -185,13 +185,11 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
 def _check_consistent(
     ranks: Ranks, settings: Settings[Any], optimizer: PrivateOptimizer, loader: PoissonLoader
 ) -> None:
-    """Raise on all ranks if they are not about to do the same; then let them draw the same
-    batches.
-    """
+    """Raise on all ranks if their settings differ; else make all ranks draw the same batches."""
     module: nn.Module = settings.module
     accountant, sampler = optimizer.accountant, loader.sampler_of_draws
     saved = accountant.state_dict()
-    # in memory each rank's accountant is a job of its own, with the same history
+    # accountants in memory have different job ids, but the same history
     history = [repr(charge) for charge in accountant.history]
     tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
     device = next(module.parameters()).device
@@ -227,7 +225,7 @@ def _check_consistent(
         for generator in (optimizer.release.noise.generator, sampler.generator)
     ]
     digests = records_digests(loader.dataset, users_collate(loader))
-    secrets = {  # no error shows them
+    secrets = {  # no error message shows these values
         "the records or their order (pass the whole data set on every rank)": digests,
         "the generators of noise and sampling (seeds must be equal)": repr(generators),
     }
@@ -240,7 +238,7 @@ def _check_consistent(
 
 
 def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoader:
-    """A private loader in place of the user's, or an error that says why there is none."""
+    """A private loader that replaces the user's loader, or an error with the reason."""
     data_loader = settings.data_loader
     if not isinstance(data_loader, DataLoader):
         raise ArgumentTypeError(
@@ -255,7 +253,7 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
     records: Any = data_loader.dataset
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
-        if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
+        if isinstance(draws, UserSampler):  # keep the size of batches, not the rate of users
             if settings.user_ids is None:
                 raise ArgumentError(
                     "this loader draws users, and without user_ids= only records would be"
@@ -286,7 +284,7 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
 
 
 def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) -> PoissonLoader:
-    """The loader that draws batches of about this size."""
+    """The loader that draws batches of this expected size."""
     data_loader, most = settings.data_loader, settings.max_batch_size
     dataset: Any = data_loader.dataset
     size, draws = len(dataset), partial(SCHEMES[settings.sampling])
@@ -303,7 +301,7 @@ def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) ->
             f"max_batch_size = {most} is below the batch size {batch_size:g}, so most draws would"
             " be cut: pass a smaller batch_size, or a larger max_batch_size"
         )
-    if settings.user_ids is None and batch_size == size:  # all records: one scheme for all
+    if settings.user_ids is None and batch_size == size:  # full batches: all schemes are equal
         draws = partial(PoissonSampler)
     elif settings.sampling == "fixed_size":
         batch_size = round(batch_size)

@@ -22,7 +22,7 @@ from ..per_sample.operations import Delivery
 from ..release import Release
 
 Criterion = Callable[[Any, Any], Tensor]
-_COUNT = "private_clipped_fraction"  # by which the accountant's summary names it
+_COUNT = "private_clipped_fraction"  # its name in the accountant's summary
 
 
 def private_clipped_fraction(
@@ -38,10 +38,10 @@ def private_clipped_fraction(
     This is charged.
 
     It takes one Poisson draw of the data and releases ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B``, ξ
-    ~ N(0, 1), clamped to [0, 1]. The indicator is a ramp from .995·C to 1.005·C: otherwise one more
-    record, which changes the rounding of all, could move many counts. The noise has the standard
-    deviation z/(2B), and the size of the draw adds at most as much as the sampling of the records
-    themselves.
+    ~ N(0, 1), clamped to [0, 1]. The indicator is a ramp from .995·C to 1.005·C: one added record
+    changes the rounding of all norms, and a jump would let it move many counts. The noise has the
+    standard deviation z/(2B). The random size of the draw adds an error that is at most as large as
+    the sampling error.
 
     Args:
         module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is
@@ -55,7 +55,7 @@ def private_clipped_fraction(
 
     Raises:
         PrivacyBudgetExceeded: the count does not fit into the budget; nothing is released.
-        ValueError: an argument is out of range, or the three do not belong together.
+        ValueError: an argument is out of range, or the first three are not from one call.
 
     **Privacy.** A record contributes ±½, so the clip bound of the sum is ½: adding or removing a
     record moves it by ½, replacing one by at most 1 = 2·½. Event: ``PoissonSampledDpEvent(q,
@@ -74,16 +74,16 @@ def private_clipped_fraction(
     noise_multiplier = events.gaussian_noise_multiplier(noise_multiplier)
     given = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
     bound = check_positive("max_grad_norm", given)
-    # a draw of its own: the caller's pass over the data goes on undisturbed
+    # a separate draw: it does not change the caller's pass over the data
     loader = data_loader.aside()
     draws = loader.sampler_of_draws
     draws.before_delivery = data_loader.sampler_of_draws.before_delivery
-    shown = data_loader.expected_batch_size  # the number of records is data
+    shown = data_loader.expected_batch_size  # the number of records is private
     norms = _norms(module, source, next(iter(loader)), criterion, shown)
     if len(norms) != draws.size:
         raise ArgumentError(
-            "a record of the draw is not exactly once in the gradients: pass each whole batch"
-            " through the model once",
+            "the gradients do not contain each record of the draw exactly once: pass each whole"
+            " batch through the model once",
             code="step-records",
         )
     share = share_of(optimizer.release, noise_multiplier, bound, norms)
@@ -92,7 +92,7 @@ def private_clipped_fraction(
 
 
 def share_of(release: Release, noise_multiplier: float, bound: float, norms: Tensor) -> float:
-    """The release of :func:`private_clipped_fraction`, of a draw of its own."""
+    """The release of :func:`private_clipped_fraction`, for a separate draw."""
     if release.fixed is not None:
         release.fixed.require_unchanged()
     release.noise.require_usable(norms.device)
@@ -101,7 +101,7 @@ def share_of(release: Release, noise_multiplier: float, bound: float, norms: Ten
         event = events.PoissonSampledDpEvent(release.sample_rate, event)
     release.accountant.compose(event, label=_COUNT)
     release.accountant.note(f"{_COUNT}: records are kept apart {release.independence}")
-    # a ramp: at a step the rounding of norms, which one record more changes, counts for many
+    # a ramp, not a jump: one added record changes the rounding of all norms
     longer = norms.double().nan_to_num(nan=math.inf, posinf=math.inf) / bound
     total = longer.sub(1).mul(100).clamp(-0.5, 0.5).sum()
     hides = (repr((bound, noise_multiplier)), norms)
@@ -117,7 +117,8 @@ def simulate_gradient_norms(
     *,
     criterion: Criterion = nn.functional.cross_entropy,
 ) -> Tensor:
-    """Compute every record's gradient norm on public data. Choose a clip norm that few exceed.
+    """Compute every record's gradient norm on public data. Choose a clip norm that few norms
+    exceed.
 
     Args:
         module: the model, in training mode, private or not; it is not changed.
@@ -139,7 +140,7 @@ def simulate_gradient_norms(
     def public(what: Any) -> Any:
         if any(map(reads_private_data, [what, *tensors_in(what)])):
             raise ArgumentError(
-                "this loader reads a data set that make_private or plan was given: use"
+                "this loader reads a data set that was passed to make_private or plan: use"
                 " private_clipped_fraction, or a new data set of public or synthetic records.",
                 code="data-private",
             )

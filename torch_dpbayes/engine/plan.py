@@ -1,5 +1,5 @@
-"""The optimizer of a private run, the noise that its budget needs, and what the run will cost and
-sample, known before anything is spent.
+"""Builds the optimizer of a private run, computes the noise that its budget needs, and predicts its
+cost and its temperature before anything is spent.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..optim.base import PrivateOptimizer
 from ..posterior.calibration import event_of as event_of_calibration
 from .settings import Settings, is_held
 
-_ALL = 0.995  # of a target, from which on it counts as used
-_MOST = 0.8  # of a target: what is left wants twice the noise
+_ALL = 0.995  # a target counts as used above this share
+_MOST = 0.8  # of a target: if this share is spent, the rest needs twice the noise
 _OF_OPTIMIZER = (
     "langevin_noise_multiplier noise_multiplier effective_noise_multiplier effective_temperature"
     " temperature max_grad_norm derives_clip_norm num_data free_lr unused_noise"
@@ -33,7 +33,7 @@ _OF_OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost and the distribution of a run, known before anything is spent."""
+    """The cost and the distribution of a run, predicted before anything is spent."""
 
     langevin_noise_multiplier: float
     noise_multiplier: float
@@ -67,7 +67,7 @@ class Plan:
             origin = "derived: the sampler needs this noise at this lr and temperature"
         else:
             origin = "as given"
-        asked = "it follows" if self.temperature is None else f"asked for: {self.temperature:.4g}"
+        asked = "it is derived" if self.temperature is None else f"your T: {self.temperature:.4g}"
         lines = [
             f"clip norm             C = {self.max_grad_norm:.4g}, {origin}",
             (
@@ -93,17 +93,17 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines on what the user may want to change."""
+        """Warnings about settings that the user may want to change."""
         lines, target, hot = [], self.target_epsilon, self.effective_temperature
-        # a filter guarantees the whole budget, however much of it is used
+        # a filter guarantees the whole budget, even if a run uses less
         if target is not None and self.unused_noise and self.epsilon <= target * _ALL:
             lines.append(
-                f"epsilon = {target:.4g} was asked for, but at temperature {self.temperature:.4g}"
-                f" the sampler's own noise decides: {self.epsilon:.2g} at the end. The rest would"
-                f" be used with {self.unused_noise}."
+                f"the target is epsilon = {target:.4g}, but the sampler needs more noise at"
+                f" temperature {self.temperature:.4g}: epsilon is {self.epsilon:.2g} at the end."
+                f" To use the rest, pass {self.unused_noise}."
             )
-        # All gradients of a run, clipped and in one direction, move the parameters by lr·C·steps;
-        # the noise moves them by about lr·zC·√(parameters·steps)/B.
+        # If all clipped gradients of a run had one direction, they would move the parameters by
+        # lr·C·steps; the noise moves them by about lr·zC·√(parameters·steps)/B.
         walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
         if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
             lines.append(
@@ -119,16 +119,16 @@ class Plan:
             )
         if self.delta * self.num_data >= 1:
             lines.append(
-                f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a"
-                " program that publishes one of them would satisfy this. Set it well below"
+                f"delta = {self.delta:.3g} is not below 1 / {self.num_data} records: a program"
+                " that publishes one record would satisfy it. Use a much smaller delta"
             )
         return lines
 
 
 @dataclass(frozen=True)
 class Run:
-    """A private run before it begins. ``target``: ε of everything on the accountant at its end;
-    None where the noise is given.
+    """A private run before it begins. ``target``: the accountant's total ε at the end of the run;
+    None if the noise is given.
     """
 
     settings: Settings[Any]
@@ -148,11 +148,11 @@ class Run:
         return self.settings.delta(self.accountant)
 
     def optimizer(self) -> tuple[PrivateOptimizer, float]:
-        """The optimizer, and the floor with which its passes on top of the accountant's history
-        stay within the target; 0 without one.
+        """The optimizer, and the noise floor at which the accountant's history and this run
+        together stay within the target; 0 without a target.
 
         Raises:
-            ValueError, TypeError: optimizer, target and accountant do not go together.
+            ValueError, TypeError: optimizer, target and accountant contradict each other.
         """
         if self.target is None:
             return self._built(self.settings.noise_multiplier), 0.0
@@ -174,13 +174,13 @@ class Run:
         built = self._built(floor)
         event = partial(self.event, built)
         if floor is None or event(floor) != plain(floor):
-            # it was built with noise of its own, or releases more than the gradient
+            # a built optimizer, or one that releases more than the gradient
             floor = self._enough_noise(event)
             built = built if is_built else self._built(floor)
         return built, floor
 
     def event(self, optimizer: PrivateOptimizer, noise_multiplier: float) -> DpEvent:
-        """The event of one charge of this optimizer, for the steps that are charged together."""
+        """The event of one charge of this optimizer, which may cover several steps."""
         return optimizer.release.event(noise_multiplier, self.draws.scheme, self.draws)
 
     def _require_within_budget(self, epsilon: float) -> None:
@@ -209,7 +209,7 @@ class Run:
     def _enough_noise(self, event: Callable[[float], DpEvent]) -> float:
         """The least noise multiplier at which all passes fit."""
         found = partial(self._calibrated, event, self.loader.num_charges(self.settings.passes))
-        # a ledger may be charged meanwhile, and other machines may round differently
+        # rank 0 decides: a ledger may be charged meanwhile, and machines may round differently
         return found() if self.ranks is None else self.ranks.from_rank_0(CALIBRATION, found)
 
     def _calibrated(self, event: Callable[[float], DpEvent], steps: int) -> float:
@@ -233,7 +233,7 @@ class Run:
                 method=accountant.method,
             )
         high = low
-        # the budget is kept by another rule than the one that the target is priced by: method
+        # the accountant checks its budget by another rule than the calibration above: method
         # "rdp", or a filter
         while not fits(high):
             low, high = high, 2 * high
@@ -264,7 +264,7 @@ class Run:
         )
 
     def _epsilon_at_end(self, optimizer: PrivateOptimizer) -> Callable[[], float]:
-        """ε as of now, whatever the accountant is charged before it is asked for."""
+        """ε from the charges so far and this run; later charges do not change it."""
         accountant, delta = self.accountant, self.delta
         if accountant.guarantee == "filter":
             return partial(float, accountant.get_epsilon(delta))
@@ -274,7 +274,7 @@ class Run:
         z = optimizer.effective_noise_multiplier
         released = [(charge.event, charge.count) for charge in accountant.history]
         if math.isfinite(z):
-            # a built optimizer hears of it from make_private only
+            # the loader's scheme: make_private has not set that of a built optimizer yet
             charges = self.loader.num_charges(self.settings.passes)
             released.append((self.event(optimizer, z), charges))
         released += [(event, 1) for event in self._after]
@@ -283,14 +283,14 @@ class Run:
         return partial(_epsilon_of, released, of, delta)
 
     def warnings(self, optimizer: PrivateOptimizer) -> list[str]:
-        """Lines on what the user may want to change, and a target that was mostly spent before."""
+        """The plan's warnings, and one if most of the target was spent before."""
         plan, accountant = self.plan(optimizer), self.accountant
         if self.target is None or not len(accountant) or is_held(accountant):
             return plan.warnings
         if (spent := accountant.get_epsilon(self.delta)) < _MOST * self.target:
             return plan.warnings
         return [
-            f"of epsilon = {self.target:.4g}, the target of everything on this accountant,"
+            f"the target, epsilon = {self.target:.4g}, is for everything on this accountant, and"
             f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}."
             " To give this run its own share pass additional_epsilon= instead.",
             *plan.warnings,
@@ -320,7 +320,7 @@ class Run:
                 raise ArgumentError(
                     "all parameters of the model are frozen: there is nothing to sample"
                 )
-            # of other schemes nothing may be assumed before the release knows the draws
+            # for other schemes, the optimizer must not assume anything until make_private binds it
             sampling = "poisson" if self.draws.scheme == "poisson" else None
             built = optimizer(parameters, **stated, sampling=sampling, accountant=accountant)
         if not isinstance(built, PrivateOptimizer):
@@ -354,7 +354,7 @@ def _epsilon_of(released: list[tuple[DpEvent, int]], of: dict[str, Any], delta: 
 
 
 def _check_factory(optimizer: Any, called_with: dict[str, Any]) -> None:
-    """Raise if it makes no private optimizer, or if the call would replace its own arguments."""
+    """Raise if the factory makes no private optimizer, or if the call replaces its arguments."""
     made = optimizer
     while isinstance(made, partial):
         made = made.func
@@ -377,6 +377,6 @@ def _differs(name: str, own: Any, here: Any) -> ArgumentError:
 def _not_private(what: str) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"{what} is not private: pass optimizer=partial(torch_dpbayes.optim.DPSGLD, lr=0.25), or"
-        " another of torch_dpbayes.optim; lr is that of SGD",
+        " another of torch_dpbayes.optim; lr is as for SGD",
         code="optimizer-not-private",
     )

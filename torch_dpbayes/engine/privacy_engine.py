@@ -1,4 +1,4 @@
-"""The front door: model, optimizer and loader in, their private versions out."""
+"""The main entry point: makes a model, an optimizer and a loader private."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class PrivacyEngine:
     """Makes a model, an optimizer and a data loader private, and holds their accountant.
 
     Args:
-        accountant: where everything is charged. None: the first ``make_private`` makes one;
-            ``make_private_with_epsilon`` gives it the target as budget. If you pass a built
-            optimizer, its accountant is used: give that one a budget.
+        accountant: the accountant that all steps are charged to. None: the first ``make_private``
+            makes one; ``make_private_with_epsilon`` gives it the target as budget. If you pass a
+            built optimizer, its accountant is used: give this accountant a budget.
         process_group: the ranks that train one model together, such as
-            ``torch.distributed.group.WORLD`` (None, one process, if no process group was
-            initialised). Every rank makes the same calls with the same whole data set; batch sizes
-            are for all ranks together. A ledger (``path=``) is open on all ranks, and only rank 0
-            charges it; in memory each rank keeps the same history.
+            ``torch.distributed.group.WORLD``; None: one process. Every rank makes the same calls
+            with the same whole data set; batch sizes are for all ranks together. A ledger
+            (``path=``) is open on all ranks, and only rank 0 charges it. Accountants in memory keep
+            the same history on each rank.
 
     Raises:
         RuntimeError: another rank failed, was lost or has other settings; the message says which.
@@ -102,7 +102,7 @@ class PrivacyEngine:
         the future noise.
 
         Args:
-            path: where to write; a temporary file beside it is moved there.
+            path: the file to write. A temporary file is written and then renamed.
             module, optimizer: as ``make_private`` returned them.
             checkpoint_dict: more values to save: tensors, numbers, strings, in dicts and lists.
 
@@ -131,8 +131,8 @@ class PrivacyEngine:
         An empty accountant copies the charges of the saved run, any other must contain them.
 
         Raises:
-            ValueError: the file is no checkpoint or is of another network, or the accountant does
-                not contain the charges of the saved run. Nothing is changed.
+            ValueError: the file is not a checkpoint, it is from another network, or the accountant
+                does not contain the charges of the saved run. Nothing is changed.
         """
         if not isinstance(optimizer, PrivateOptimizer):
             raise ArgumentTypeError(
@@ -144,7 +144,7 @@ class PrivacyEngine:
         if not {_MODULE, _OPTIMIZER} <= state.keys():
             raise CheckpointError(f"{os.fspath(path)} was not written by {_WRITER}")
         of_module = state.pop(_MODULE)
-        _require_alike(of_module, module.state_dict())  # before charges are taken over
+        _require_alike(of_module, module.state_dict())  # before charges are copied
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
         module.load_state_dict(of_module)
         return state
@@ -186,29 +186,29 @@ class PrivacyEngine:
                 optimizer, which keeps its values.
             data_loader: a loader of a map-style data set with a fixed batch size. Its order is not
                 used. A ``collate_fn`` of your own is called for each record alone.
-            max_grad_norm: clip norm C of one record's gradient. None: the largest at which the
-                sampler itself needs this noise, at the optimizer's lr and temperature; :meth:`plan`
-                shows it. It is computed from public numbers and changes no charge.
+            max_grad_norm: clip norm C of one record's gradient. None: the largest C at which the
+                sampler itself needs ``noise_multiplier``, at the optimizer's lr and temperature;
+                :meth:`plan` shows it. It is computed from public numbers and changes no charge.
             noise_multiplier: the least noise std on the clipped sum, in units of C. If the
                 sampler's own noise is larger, that noise is added and charged, and a warning says
                 so.
-            sampling: how batches are drawn. ``"poisson"``: every record joins each batch
+            sampling: the sampling scheme. ``"poisson"``: every record joins each batch
                 independently. ``"random_allocation"``: in every pass over the loader every record
                 joins one batch, drawn independently; a pass has as many batches as ``data_loader``,
                 and the noise must not decrease within a pass. ``"fixed_size"``: batches of exactly
                 the batch size, drawn anew for each step without replacement; charged at sensitivity
                 2C.
-            max_batch_size: larger Poisson batches are cut at random to this number of records, for
-                a fixed amount of memory; at least the batch size.
+            max_batch_size: larger Poisson batches are truncated to a random subset of this size,
+                which bounds the memory; at least the batch size.
             user_ids: the id of each record's user, an integer or a string, in the order of the data
                 set: ε then protects a user with all their records. Each user joins a batch
                 independently; the accountant has ``unit="user"``.
             records_per_user: with ``user_ids``, at most this many records of a user join a batch,
                 drawn anew each time. The noise must hide this many clip norms: 1 costs least.
-            grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from
-                one ordinary backward pass of the model mapped over records. ``"vmap"`` runs
+            grad_sample_mode: all modes give the same sum. ``"bookkeeping"``, the default, computes
+                it by one ordinary backward pass of the model mapped over records. ``"vmap"`` runs
                 everything for one record at a time by ``torch.func``: it is slower, uses no kernels
-                of layers, and holds few per-sample gradients. ``"hooks"`` are Opacus' per-sample
+                of layers, and stores few per-sample gradients. ``"hooks"`` are Opacus' per-sample
                 gradients of whole batches, only with ``assume_independent_records``.
             loss_reduction: ``"mean"`` or ``"sum"``: the reduction of the loss over the batch. A
                 mean loss must divide by the number of records in the batch, as torch's criteria do.
@@ -219,7 +219,7 @@ class PrivacyEngine:
                 the model and in the loop; the accountant's summary says so. A model that cannot run
                 for one record alone then runs on whole batches.
             example_inputs: arguments of the model for two synthetic records, a tuple (by position)
-                or a mapping (by name), if the batches do not show what the model takes. Only their
+                or a mapping (by name), if batches do not show the model's arguments. Only their
                 shapes and types are used.
 
         Raises:
@@ -229,12 +229,12 @@ class PrivacyEngine:
         **Privacy.** Nothing is released. It uses only the number of records, a public constant, and
         the shapes and types of the first record. Every later ``optimizer.step()`` charges
         ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, with ``max_batch_size``
-        ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, of batches of fixed size
+        ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, for batches of fixed size
         ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
         ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
         With ``user_ids`` the public constants are the number of users and the number of records,
-        with at most ``records_per_user`` = k of each user counted; under replace-one, too, where
-        another user may have more records. A step charges
+        counting at most ``records_per_user`` = k records of each user. They are public under
+        replace-one, too, although a replaced user may have more records. A step charges
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
@@ -255,7 +255,7 @@ class PrivacyEngine:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
         ``target_delta``) after ``epochs`` passes.
 
-        Earlier charges of the accountant count. The target decides the noise; you give two of lr,
+        Earlier charges of the accountant count. The target sets the noise; you choose two of lr,
         temperature and clip norm. Without ``max_grad_norm`` the clip norm is derived, at the
         optimizer's temperature (default 1). With ``max_grad_norm`` alone the temperature is
         derived. With both, lr may be ``"free"``: the largest lr at which the sampler itself needs
@@ -263,18 +263,19 @@ class PrivacyEngine:
         target stays unspent, and which values would spend it.
 
         Args:
-            target_epsilon, target_delta: of everything on the accountant after the last epoch.
+            target_epsilon, target_delta: (ε, δ) of all charges of the accountant after the last
+                epoch.
             epochs: passes over the loader.
-            additional_epsilon: instead of ``target_epsilon``: this run's share, on top of the ε of
-                earlier charges at ``target_delta``.
-            calibrate: a share of the target, such as 0.02, to keep for
+            additional_epsilon: instead of ``target_epsilon``: this run's share. It is added to the
+                ε of earlier charges at ``target_delta``.
+            calibrate: a share of the target, such as 0.02, to reserve for
                 :meth:`.PosteriorSamples.calibrate`, which charges it. It is a share of 1/z², where
                 z is the noise of one Gaussian release that would spend the whole target.
-            options: all arguments of :meth:`make_private` but ``noise_multiplier``.
+            options: all arguments of :meth:`make_private` except ``noise_multiplier``.
 
         Raises:
-            ValueError: nothing of the target is left, the target exceeds the accountant's budget,
-                or the ``noise_multiplier`` of a built optimizer is too small.
+            ValueError: earlier charges have spent the whole target, the target exceeds the
+                accountant's budget, or a built optimizer's ``noise_multiplier`` is too small.
         """
         return self._made_private(
             options,
@@ -297,8 +298,8 @@ class PrivacyEngine:
     ) -> Plan:
         """Predict what :meth:`make_private` (or, with ``target_epsilon``,
         :meth:`make_private_with_epsilon`) will do; ``print`` shows it. Nothing is spent or changed.
-        Arguments are those of these two; ``target_delta=None`` takes the accountant's δ. The plan
-        assumes that lr does not change.
+        It takes the arguments of these two methods; ``target_delta=None`` is the accountant's δ.
+        The plan assumes that lr does not change.
         """
         settings = settings_of(
             options,
@@ -332,6 +333,6 @@ def _require_alike(*states: Mapping[str, Any]) -> None:
     )
     if saved != own:
         raise CheckpointError(
-            f"the checkpoint is of another network: {difference_of(saved, own)}. Load it into the"
+            f"the checkpoint is from another network: {difference_of(saved, own)}. Load it into the"
             " network that was saved; nothing was changed."
         )

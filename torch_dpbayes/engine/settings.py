@@ -24,7 +24,7 @@ OptimizerFactory = Callable[..., PrivateOptimizer]
 Examples = tuple[Any, ...] | Mapping[str, Any]
 
 _REQUIRED = ("module", "optimizer", "data_loader")
-# ways in which batches can be drawn
+# the sampling schemes
 SCHEMES: dict[str, Callable[..., PoissonSampler]] = {
     "poisson": PoissonSampler,
     "random_allocation": RandomAllocationSampler,
@@ -33,7 +33,7 @@ SCHEMES: dict[str, Callable[..., PoissonSampler]] = {
 
 
 class Options(TypedDict, Generic[ModuleT], total=False):
-    """The arguments of ``make_private``, for signatures that hand them on."""
+    """The arguments of ``make_private``, for methods that forward them."""
 
     module: Required[ModuleT]
     optimizer: Required[OptimizerFactory | PrivateOptimizer]
@@ -56,7 +56,7 @@ class Settings(Generic[ModuleT]):
     """Arguments of ``make_private``, ``make_private_with_epsilon`` and ``plan``, checked.
 
     Raises:
-        ValueError, TypeError: one of them is out of range, or they do not go together.
+        ValueError, TypeError: an argument is out of range, or arguments contradict each other.
     """
 
     module: ModuleT
@@ -85,7 +85,7 @@ class Settings(Generic[ModuleT]):
         has_target = targets != (None, None)
         if None not in targets:
             raise ArgumentError(
-                "target_epsilon is for everything on the accountant, additional_epsilon for this"
+                "target_epsilon is for all charges of the accountant, additional_epsilon for this"
                 " run: pass one of them"
             )
         if has_target and self.noise_multiplier is not None:
@@ -93,7 +93,7 @@ class Settings(Generic[ModuleT]):
         if (share := self.calibrate) is not None:
             if not has_target or not isinstance(share, int | float) or not 0 < share < 1:
                 raise ArgumentError(
-                    f"calibrate={share!r} is a share of the target, as .02: pass it with"
+                    f"calibrate={share!r} must be a share of the target such as 0.02: pass it with"
                     " target_epsilon or additional_epsilon"
                 )
             if self.user_ids is not None:
@@ -142,7 +142,7 @@ class Settings(Generic[ModuleT]):
         budget.
 
         Raises:
-            ValueError: it protects something else.
+            ValueError: the accountant protects records instead of users, or the reverse.
         """
         if found is None and isinstance(self.optimizer, PrivateOptimizer):
             found = self.optimizer.accountant
@@ -162,22 +162,22 @@ class Settings(Generic[ModuleT]):
 
     @property
     def passes(self) -> int:
-        """The passes over the data that a plan or a target is for."""
+        """The number of passes over the data, which a plan or a target needs."""
         if self.epochs is None:
             raise ArgumentError("epochs= is missing: state the number of passes over the data")
         return self.epochs
 
     def delta(self, accountant: PrivacyAccountant) -> float:
-        """δ of the run, which is the accountant's if none is given."""
+        """δ of the run; if none is given, that of the accountant's budget."""
         if (delta := accountant.delta if self.target_delta is None else self.target_delta) is None:
             raise ArgumentError(
-                "target_delta is needed: the accountant has no budget to take it from",
+                "target_delta is needed, because the accountant has no budget with a delta",
                 code="budget-delta",
             )
         return delta
 
     def target(self, accountant: PrivacyAccountant) -> float | None:
-        """ε of everything on the accountant at the end; None where the noise is given."""
+        """The accountant's total ε at the end of the run; None if the noise is given."""
         if self.additional_epsilon is None:
             return self.target_epsilon
         delta = self.delta(accountant)
@@ -191,7 +191,7 @@ class Settings(Generic[ModuleT]):
 
 
 def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
-    """Settings of arguments that were handed on by name."""
+    """Settings from forwarded keyword arguments."""
     if unknown := options.keys() - Options.__annotations__.keys():
         hint = "this call takes the arguments of make_private"
         if (name := min(unknown)) in {"lr", *OfOptimizers.__annotations__}:
@@ -203,5 +203,5 @@ def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
 
 
 def is_held(accountant: PrivacyAccountant) -> bool:
-    """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
+    """Whether the guarantee is a limit that was fixed beforehand and does not depend on charges."""
     return accountant.is_later_job or accountant.guarantee == "filter"

@@ -1,4 +1,4 @@
-"""Tuning that is paid for: the best of a hidden number of private runs, at one price."""
+"""Private tuning: releases the best of a hidden number of private runs, with one charge."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def best_of_runs(
     mean_runs: float,
     shape: float = 1.0,
 ) -> BestRun[Candidate, Result]:
-    """Trains with settings drawn from ``candidates`` a hidden number of times, and returns the best
-    run.
+    """Trains a hidden number of times, with settings drawn from ``candidates``, and returns the
+    best run.
 
     Args:
         train: one whole private run. It takes a new engine, which it must use, and a candidate; it
             returns any result and a score (the largest wins). Each call makes a new model and
-            optimizer, gives nothing to later runs, and neither prints nor saves. Compute the score
+            optimizer, passes nothing to later runs, and prints and saves nothing. Compute the score
             from releases, such as the trained model, and public data; charge a score from private
             data to the engine's accountant.
         candidates: settings; each run draws one, all with the same probability.
         schedule: pairs (event, count): the most that one run may release, with any candidate. A run
             may release less: fewer steps, more noise, a smaller rate.
-        accountant: what is charged, once and before the first run.
-        delta: of the selection.
-        mean_runs: how many runs to expect, above 1.
-        shape: of the distribution of their number, above -1 and at most 1: 1 is geometric, 0
+        accountant: the accountant that is charged, once and before the first run.
+        delta: δ of the selection.
+        mean_runs: the expected number of runs, above 1.
+        shape: shape of the distribution of that number, above -1 and at most 1: 1 is geometric, 0
             logarithmic. A smaller shape costs less, and more often gives few or very many runs.
 
     Raises:
@@ -102,7 +102,7 @@ def best_of_runs(
     best: BestRun[Candidate, Result] | None = None
     notes: tuple[str, ...] = ()
     seen: list[nn.Parameter] = []
-    # generators would tell afterwards how many runs there were, and log lines meanwhile
+    # the generators' states and log lines would reveal the number of runs
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _silence():
         for _ in range(repetitions.draw()):
             candidate = source.choice(choices)
@@ -127,7 +127,7 @@ def best_of_runs(
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No log lines of this library by this thread, and no warnings."""
+    """Suppress this library's log lines from this thread, and all warnings."""
     log, thread = logging.getLogger("torch_dpbayes"), threading.get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -143,12 +143,12 @@ def _silence() -> Iterator[None]:
 
 
 class _PlannedAccountant(PrivacyAccountant):
-    """The accountant of one run: it admits what the schedule covers, and nothing else.
+    """The accountant of one run: it accepts only releases that the schedule covers.
 
     A release is covered by one that is left in the schedule and has at most as much noise and at
     least its sampling rate. Which part of the schedule a run releases may depend on outputs: adding
-    an independent loss never lowers E[(1 - e^(epsilon - L))_+], so by induction no choice gains
-    anything over releasing all of it.
+    an independent loss never lowers E[(1 - e^(epsilon - L))_+], so by induction no choice costs
+    more than a release of the whole schedule.
     """
 
     def __init__(self, planned: Schedule, neighboring: Neighboring, unit: Unit) -> None:
@@ -192,7 +192,7 @@ class _PlannedAccountant(PrivacyAccountant):
 
 
 def _require_fresh(result: Any, seen: list[nn.Parameter]) -> None:
-    """A module that two runs trained is not the result of one."""
+    """Raise if two runs returned the same module."""
     parts = result if isinstance(result, tuple | list) else [result]
     own = [p for part in parts if isinstance(part, nn.Module) for p in part.parameters()]
     if {id(p) for p in own} & {id(p) for p in seen}:

@@ -1,4 +1,4 @@
-"""Does a framework train on the private loader, with the private optimizer?"""
+"""Checks that a framework trains on the private loader, with the private optimizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..optim.base import PrivateOptimizer
 
 
 class StaysPrivate:
-    """The part of a callback that needs no framework: what it looks at and what it shows. A
-    subclass says which framework it is for, and what to write there for the private loader and
-    optimizer to be used.
+    """The part of a callback that is the same for all frameworks: the checks and the logged
+    numbers. A subclass states the framework's name, and what a user writes there to pass the
+    private loader and optimizer.
     """
 
     framework: str
@@ -23,7 +23,7 @@ class StaysPrivate:
     def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
         if not isinstance(engine, PrivacyEngine):
             raise ArgumentTypeError(
-                f"PrivacyCallback takes the engine whose make_private was called, got"
+                f"PrivacyCallback needs the engine whose make_private was called, got"
                 f" {type(engine).__name__}"
             )
         self._engine, self._delta = engine, delta
@@ -40,16 +40,16 @@ class StaysPrivate:
         }
 
     def require_private(self, loader: Any, optimizers: list[Any]) -> None:
-        """Raise unless the framework goes on with what ``make_private`` returned: the loader that
-        it takes training batches from, and the optimizers, its own wrappers taken off.
+        """Raise unless the framework uses what ``make_private`` returned: ``loader`` gives the
+        training batches, and ``optimizers`` have no wrappers of the framework.
 
-        A step on other batches fails by itself; here it is known who exchanged what. A model that
-        is trained by an optimizer without noise never reaches a private step.
+        A private step on other batches fails anyway, but here the error says what was replaced. An
+        optimizer without noise never makes a private step, so only this check can find it.
         """
         accountant = self._engine.accountant
         if self._delta is None and accountant.delta is None:
             raise ArgumentError(
-                "the accountant has no budget to take delta from: write PrivacyCallback(engine,"
+                "the accountant has no budget with a delta: write PrivacyCallback(engine,"
                 " delta=1e-5)",
                 code="budget-delta",
             )
@@ -73,8 +73,8 @@ class StaysPrivate:
                 )
             if optimizer.release.draws is not loader.sampler_of_draws:
                 raise self._replaced(
-                    "uses a loader and an optimizer of different make_private calls: pass those"
-                    " that one call returned"
+                    "uses a loader and an optimizer of different make_private calls: pass the"
+                    " loader and the optimizer that one call returned"
                 )
 
     def _replaced(self, what: str) -> StateError:

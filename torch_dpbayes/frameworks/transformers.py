@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer: ε beside the training, and an error where something took the private
-loader away.
+"""Hugging Face's Trainer: logs ε during training, and raises an error if the private loader was
+replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrivacyCallback(StaysPrivate, TrainerCallback):
                 code="framework-replaced",
             )
         optimizer = kwargs.get("optimizer")
-        inside = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
+        inside = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
         self.require_private(kwargs.get("train_dataloader"), [inside])
 
     def on_log(
@@ -62,6 +62,6 @@ class PrivacyCallback(StaysPrivate, TrainerCallback):
         """Add ε of everything that was charged, and the numbers of the last step."""
         optimizer = kwargs.get("optimizer")
         shown = self.numbers(getattr(optimizer, "optimizer", optimizer))
-        for log in (logs, *state.log_history[-1:]):  # the latter is a copy that was made before
+        for log in (logs, *state.log_history[-1:]):  # log_history has a copy that was made before
             if log is not None:
                 log.update(shown)

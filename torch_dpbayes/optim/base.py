@@ -2,9 +2,8 @@
 
 A step releases S (:mod:`torch_dpbayes.release`). ĝ = S/B + ∇r(θ)/N is the noisy gradient of the
 mean potential, with N = ``num_data``, B = ``expected_batch_size`` and r = −log prior. The privacy
-noise *is* the noise of the sampler: the sampler needs ``z_L``, the user at least
-``noise_multiplier``, and z is the larger of the two. All that the algorithm does with ĝ is
-post-processing.
+noise *is* the noise of the sampler. The sampler needs ``z_L``, the user requires at least
+``noise_multiplier``, and z is the larger of the two. The algorithm's use of ĝ is post-processing.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from ..release import GroupGradient, Layout, require_public
 from . import checkpoints, priors
 from .declared import DeclaredOptimizer
 
-_ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
+_ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
 
 class PrivateOptimizer(DeclaredOptimizer):
-    """Base class of the private samplers. A subclass states how much noise it needs, and what it
-    does with the noisy gradient: ``_friction`` or ``_group_langevin_noise_multiplier``, and
-    ``_update``.
+    """Base class of the private samplers. A subclass states how much noise it needs (``_friction``
+    or ``_group_langevin_noise_multiplier``), and what it does with the noisy gradient
+    (``_update``).
 
     Args:
         params: parameters, named parameters or parameter groups, as for every torch optimizer.
             ``lr``, ``prior_std`` and ``prior_mean`` may differ between groups.
-        lr: step size η. This and all others are as for :class:`~torch_dpbayes.optim.DPSGLD`.
+        lr: step size η. It and all other arguments are as for :class:`.DPSGLD`.
 
     **Privacy.** A step releases S and nothing else. Its sensitivity and event are those of
     :class:`~torch_dpbayes.optim.DPSGLD`; if groups have different z, the smallest is charged.
@@ -62,8 +61,8 @@ class PrivateOptimizer(DeclaredOptimizer):
     def _update(self, parts: list[GroupGradient]) -> None:
         """New parameters from the noisy gradient ĝ of the mean potential, in place."""
 
-    # torch's GradScaler skips steps when a gradient overflows, which one record decides: step()
-    # refuses instead of being skipped
+    # torch's GradScaler skips a step if a gradient overflows, and one record can cause this. With
+    # this flag it always calls step(), which raises an error
     _step_supports_amp_scaling = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -75,7 +74,7 @@ class PrivateOptimizer(DeclaredOptimizer):
 
         Raises:
             PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and
-                history are as they were.
+                history are unchanged.
             RuntimeError: a parameter has no per-record gradients; the batch is not a fresh,
                 complete draw of the private loader; a buffer or a frozen parameter changed since
                 the loader's first batch; or the model is not the one that was checked.
@@ -85,13 +84,13 @@ class PrivateOptimizer(DeclaredOptimizer):
                 the charge stays.
         """
         release, loss = self.release, None
-        # an error on one rank is one on all
+        # if one rank raises an error, all ranks do
         with release.lock, release.ranks or release.lock, torch.set_grad_enabled(False):
             try:
                 if closure is not None:
                     with torch.enable_grad():
                         loss = closure()
-                if hasattr(self, "grad_scale"):  # a scaler leaves them behind when step() raises
+                if hasattr(self, "grad_scale"):  # a scaler does not delete them if step() raises
                     del self.__dict__["grad_scale"], self.__dict__["found_inf"]
                     raise StateError(
                         "GradScaler scales gradients before clipping, and skips a step if one"
@@ -101,7 +100,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                 require_public("the optimizer's state", self.state.values())
                 layout = self._current_layout()
                 for part in layout.groups:
-                    if (options := part.current_options()) != part.options:  # z follows from them
+                    if (options := part.current_options()) != part.options:  # z depends on them
                         part.noise_multiplier, part.options = self._multiplier(part.group), options
                         part.prior_stds = priors.stds(part.group, part.names, part.parameters)
                 largest = _largest_norm(layout)
@@ -119,20 +118,20 @@ class PrivateOptimizer(DeclaredOptimizer):
             except BaseException:
                 release.forget_parts()
                 if self._layout is not None:
-                    self._layout.buffer.zero_()  # sums without noise
+                    self._layout.buffer.zero_()  # it may hold sums without noise
                 raise
             finally:
                 parameters = self._parameters()
                 release.source.discard(parameters)
                 for p in parameters:
-                    p.grad = None  # not private: hooks leave the ordinary gradient there
+                    p.grad = None  # hooks write the ordinary gradient there: it is not private
         return loss
 
     def _parameters(self) -> list[Tensor]:
         return [*chain.from_iterable(map(itemgetter("params"), self.param_groups))]
 
     def _current_layout(self) -> Layout:
-        """The flat buffers of a step, made anew if other parameters are trainable."""
+        """The flat buffers of a step, built again if other parameters are trainable."""
         made_for: list[Any] = [self.release.ranks is not None]
         for group in self.param_groups:
             for p in group["params"]:
@@ -148,7 +147,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         return self._layout
 
     def _cannot_overflow(self, layout: Layout, largest: float, slopes: list[Tensor] | None) -> bool:
-        """Whether one step takes no number of this layout beyond what float32 holds."""
+        """Whether one step cannot overflow float32 in any number of this layout."""
         bound, c = largest, self._constants
         for part in layout.groups:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
@@ -164,11 +163,11 @@ class PrivateOptimizer(DeclaredOptimizer):
         )
 
     def _kept(self, part: GroupGradient, name: str) -> tuple[Tensor, list[Tensor]]:
-        """A vector that an algorithm keeps between steps, one number for each of the part's, 0 at
-        first: flat, and its views.
+        """A vector of the part's size that an algorithm keeps between steps, initially 0: flat, and
+        as views.
 
-        The views are shaped like the parameters and stand in ``self.state``, where ``state_dict``
-        and ``deepcopy`` find them.
+        The views have the parameters' shapes. They are in ``self.state``, where ``state_dict`` and
+        ``deepcopy`` find them.
         """
         kept = part.kept.get(name)
         if kept is None or self.state[part.parameters[0]].get(name) is not kept[1][0]:
@@ -204,8 +203,8 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Torch's wrapper of :meth:`step`, used only with a profiler or hooks: it takes a twentieth
-        of a small step.
+        """Use torch's wrapper of :meth:`step` only with a profiler or hooks: it costs 5 % of the
+        time of a small step.
         """
         watched = Optimizer.profile_hook_step(func)
 
@@ -224,7 +223,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         return step
 
     def event(self, noise_multiplier: float) -> events.DpEvent:
-        """The event of one step on a Poisson batch, in noise std / clip bound."""
+        """The event of one step on a Poisson batch, with this noise std / clip bound."""
         return self.release.event(noise_multiplier, "poisson")
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
@@ -271,9 +270,9 @@ class PrivateOptimizer(DeclaredOptimizer):
         """Resume. The accountant must contain the charges of the saved run; an empty one copies
         them.
 
-        Equal releases of other runs do not count for it. If several copies of one state are
-        resumed, a ledger (``PrivacyAccountant(path=...)``) counts all; accountants in memory do not
-        know of each other, as a log line and ``accountant.summary()`` say.
+        Equal charges of other runs do not replace them. If several copies of one state are resumed,
+        a ledger (``PrivacyAccountant(path=...)``) counts all. Accountants in memory do not: each
+        counts one copy; a log line and ``accountant.summary()`` say so.
 
         Raises:
             ValueError: the state belongs to another optimizer or to other parameters, or the
@@ -298,7 +297,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         for name in self._group_options:
             if any(name not in group for group in state_dict["param_groups"]):
                 raise CheckpointError(
-                    f"the state has no {name} of its parameter groups: build the optimizer with"
+                    f"the parameter groups of the state have no {name}: build the optimizer with"
                     " the arguments of the saved run"
                 )
         checkpoints.resume_charges(self.release, private)
@@ -306,7 +305,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(i, {}).items():
-                # torch rounds it to the parameter's dtype
+                # torch has rounded it to the parameter's dtype
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
         checkpoints.resume_streams(self.release, private)
@@ -325,7 +324,7 @@ def _largest_norm(layout: Layout) -> float:
     """
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
-    largest: float = sum(torch.stack(norms).tolist())  # NaN if any is
+    largest: float = sum(torch.stack(norms).tolist())  # NaN if one of them is NaN
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
             f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
@@ -352,7 +351,7 @@ class _Saved:
         ]
 
     def require_finite(self) -> None:
-        """After the step: put everything back and raise if something is not finite."""
+        """After the step: if a number is not finite, restore everything and raise an error."""
         optimizer, layout = self._optimizer, self._layout
         options = (
             name

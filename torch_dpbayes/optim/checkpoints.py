@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a release, and how a run goes on: no batch or noise is drawn again."""
+"""Saves a release in a checkpoint and resumes it: no batch or noise is drawn twice."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def state_of(release: Release) -> dict[str, Any]:
 
 
 def resume_charges(release: Release, saved: Mapping[str, Any]) -> None:
-    """See that the accountant holds what the saved run was charged; an empty one takes it over.
+    """Check that the accountant contains the saved run's charges; an empty one copies them.
 
     Raises:
-        ValueError: it does not, or the saved run's batches would be drawn again.
+        ValueError: a charge is missing, or the saved run's batches would be drawn again.
     """
     if (draws := _drawn_again(release, saved)) is not None:
         draws.require_position(saved["sampler"])
     accountant, releases = release.accountant, len(release.accountant)
     charged = sum(int(count) for _, count, *_ in saved["accountant"]["history"])
     speaks = release.ranks is None or release.ranks.rank == 0
-    # another rank's state names the job of rank 0, which looks closer and adds the noise
+    # other ranks' states name the job of rank 0: rank 0 compares the jobs, and it adds the noise
     if speaks or accountant.path is not None or releases < charged:
         accountant.resume(saved["accountant"])
         if speaks and accountant.path is None and not releases and len(accountant):
@@ -52,7 +52,7 @@ def resume_charges(release: Release, saved: Mapping[str, Any]) -> None:
 
 
 def resume_streams(release: Release, saved: Mapping[str, Any]) -> None:
-    """Go on with the saved run's random numbers, where they are the caller's."""
+    """Continue the saved run's random streams, if the caller passed their generators."""
     release.start_afresh()
     if "noise" in saved and release.noise.generator is not None:
         release.noise.generator.set_state(saved["noise"])
@@ -61,6 +61,6 @@ def resume_streams(release: Release, saved: Mapping[str, Any]) -> None:
 
 
 def _drawn_again(release: Release, saved: Mapping[str, Any]) -> Any:
-    """The draws, where they go on from the saved ones; else None."""
+    """The draws if they continue from the saved position, else None."""
     is_seeded = release.draws is not None and release.draws.generator is not None
     return release.draws if is_seeded and "sampler" in saved else None

@@ -1,4 +1,4 @@
-"""The arguments of a private optimizer, their checks, and what it says of itself."""
+"""The arguments of a private optimizer, their checks, and its reports."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class DeclaredOptimizer(OwnNoise):
             raise ArgumentTypeError(f"log_prior must be a function, got {log_prior!r}")
         require_flag("assume_independent_records", assume_independent_records)
         self._constants, self._log_prior = settings, log_prior
-        self.release = Release(  # what stands between batches and the noisy gradient
+        self.release = Release(  # turns batches into noisy gradients
             self._make_query(settings.max_grad_norm, settings.expected_batch_size),
             num_data=settings.num_data,
             sampling=sampling,
@@ -120,10 +120,10 @@ class DeclaredOptimizer(OwnNoise):
         """The query that a step makes of the data."""
         return ClippedSum(max_grad_norm, expected_batch_size)
 
-    # -- a clip norm that follows ------------------------------------------------------------------
+    # -- a derived clip norm -----------------------------------------------------------------------
 
     def _set_bound(self, max_grad_norm: float) -> None:
-        """Clip to the norm that was derived, of public numbers only and before a step."""
+        """Set a clip norm that was derived from public numbers, before a step."""
         self._constants = replace(self._constants, max_grad_norm=max_grad_norm)
         self.release.query = self._make_query(max_grad_norm, self.expected_batch_size)
         self.release.bound_from = (
@@ -133,13 +133,13 @@ class DeclaredOptimizer(OwnNoise):
 
     @property
     def _derived_noise(self) -> list[float]:
-        """The noise zC that a derived clip norm makes, and what it was derived from beside lr."""
+        """The noise zC at a derived clip norm, and the other numbers that C was derived from."""
         noise = self.noise_multiplier * self.max_grad_norm
         return [noise, self.num_data, self.expected_batch_size, self.temperature or 0.0]
 
     def _resume_bound(self, saved: list[float] | None) -> None:
-        """Go on with the saved run's noise zC, where lr alone may have been another when this
-        optimizer was built.
+        """Continue with the saved run's noise zC, if this optimizer was built with another lr but
+        equal other numbers.
         """
         own, is_derived = self._derived_noise, self._derives_bound
         if is_derived and saved and own[1:] == saved[1:] and not math.isclose(own[0], saved[0]):
@@ -170,7 +170,7 @@ class DeclaredOptimizer(OwnNoise):
             raise
 
     def _require_group(self, group: dict[str, Any]) -> None:
-        """Raise unless a group's options, to which schedules write, are what they may be."""
+        """Raise unless a group's options are valid; schedules may change them."""
         if foreign := [n for n in group if n in _OPTIONS_OF_NO_GROUP and n not in self.defaults]:
             raise ArgumentError(
                 f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
@@ -178,7 +178,7 @@ class DeclaredOptimizer(OwnNoise):
                 " optimizer is made."
             )
         if missing := {"lr", "prior_std", "prior_mean", *self._group_options} - group.keys():
-            raise ArgumentError(f"a parameter group lost its {min(missing)}: put a number there")
+            raise ArgumentError(f"a parameter group has no {min(missing)}: set it to a number")
         _require_prior_std(group)
         is_default = group["prior_std"] in (1.0, math.inf) and group["prior_mean"] == 0
         if self._log_prior is not None and not is_default:
@@ -195,7 +195,7 @@ class DeclaredOptimizer(OwnNoise):
             )
 
     def _resolved(self, lr: float | str, group: dict[str, Any]) -> float:
-        """``lr``, which is the largest free one of the group where ``"free"`` is asked for."""
+        """``lr`` as a number: for ``"free"`` the largest free lr of the group."""
         if not isinstance(lr, str):
             return lr
         if lr != "free":
@@ -213,7 +213,7 @@ class DeclaredOptimizer(OwnNoise):
         return self._free_lr(group)
 
     def _settings(self) -> dict[str, Any]:
-        """On which the law of a release depends."""
+        """The settings that determine the distribution of a release."""
         return {name: getattr(self, name) for name in NAMES}
 
     def described(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _require_arguments(
 
 
 def _require_prior_std(group: Mapping[str, Any]) -> None:
-    """Raise unless a group's ``prior_std`` is one of what the optimizers take."""
+    """Raise unless a group's ``prior_std`` is valid."""
     stated = group["prior_std"]
     if isinstance(stated, Mapping) and "param_names" not in group:
         raise ArgumentError(
@@ -289,7 +289,7 @@ def _require_prior_std(group: Mapping[str, Any]) -> None:
 
 
 def _require_used(prior_std: PriorStd, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a name in a dictionary is no parameter's and no module's."""
+    """Raise if a name in a dictionary is neither a parameter nor a module."""
     if not isinstance(prior_std, Mapping):
         return
     names = [name for group in groups for name in group["param_names"]]

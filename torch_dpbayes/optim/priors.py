@@ -1,4 +1,4 @@
-"""The prior's part of a step's gradient, which needs no data."""
+"""The prior's part of a step's gradient. It needs no data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fits(key: str, name: str) -> bool:
 
 
 def gradients(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
-    """∇r for a ``log_prior``; the Gaussian prior's is written in place by :func:`add`."""
+    """∇r of a ``log_prior``; :func:`add` itself computes it for the Gaussian prior."""
     with torch.enable_grad():
         named = {
             name: p.detach().requires_grad_()
@@ -61,7 +61,7 @@ def gradients(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
 
 
 def add(found: list[Tensor] | None, layout: Layout, num_data: int) -> None:
-    """S/B turns into ĝ = S/B + ∇r(θ)/N."""
+    """Turn S/B into ĝ = S/B + ∇r(θ)/N, in place."""
     start = 0
     for part in layout.groups:
         members = slice(start, start + len(part.parameters))

@@ -1,8 +1,8 @@
 r"""Step-size schedules that ``torch.optim.lr_scheduler`` does not have. All schedulers of torch
 work with the private optimizers, too.
 
-``OneCycleLR`` and ``CyclicLR`` also cycle the momentum of ``DPSGHMC``, whose friction and noise
-change with it; other samplers have no momentum: write ``cycle_momentum=False``.
+``OneCycleLR`` and ``CyclicLR`` also cycle the momentum of ``DPSGHMC``; its friction and noise
+change with it. For the other samplers write ``cycle_momentum=False``.
 
 A schedule sets ``lr``, and so the sampler's own noise z_L ∝ lr^-½. Each step is charged for z =
 max(z_L, ``noise_multiplier``) at its lr, and the accountant composes the different z. Steps with
@@ -13,14 +13,14 @@ the largest lr cost most. ::
         optimizer.zero_grad()
         loss(net(x), y).backward()
         optimizer.step()
-        if schedule.is_sampling:  # of the step just made, so before schedule.step()
+        if schedule.is_sampling:  # about the last step: read it before schedule.step()
             samples.collect(net)
         schedule.step()
 
 **Privacy.** The accountant's guarantee holds for schedules that are fixed in advance. The schedules
 in this file depend only on public constants and the number of steps, never on data or losses. At
-``lr = 0`` the batch is not used: the step is charged for ``noise_multiplier``, and not at all if
-that is 0.
+``lr = 0`` the batch is not used: the step is charged for ``noise_multiplier``, or not at all if
+``noise_multiplier`` is 0.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Cyclical(LRScheduler):
     Bayesian deep learning", eq. (1) and Algorithm 1.
 
     Args:
-        optimizer: its groups' ``lr`` are the η_0, the largest.
+        optimizer: its groups' ``lr`` are the η_0, the largest step sizes.
         total_steps: K, the number of ``step()`` calls planned. Cycles continue after it.
         cycles: M, from 1 to K.
         exploration: β in [0, 1).

@@ -55,10 +55,10 @@ class Options(TypedDict, total=False):
 @dataclass(frozen=True)
 class Settings:
     """Checked settings of all parameter groups. Arguments as for
-    :class:`~torch_dpbayes.optim.DPSGLD`. ``temperature`` = None: that of the noise.
+    :class:`~torch_dpbayes.optim.DPSGLD`. ``temperature`` = None: it is derived from the noise.
 
     Raises:
-        ValueError, TypeError: one of them is out of range.
+        ValueError, TypeError: an argument is out of range.
     """
 
     num_data: int
@@ -129,7 +129,7 @@ class OwnNoise(Optimizer):
 
     def _friction(self, group: dict[str, Any]) -> float:
         """a of a sampler whose own noise has the variance 2aTη/N in a step: 1 for overdamped
-        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it.
+        Langevin dynamics, 1 − momentum for underdamped ones. The next methods use it.
         """
         return 1.0
 
@@ -163,15 +163,15 @@ class OwnNoise(Optimizer):
         return 2 * self._friction(group) * temperature * ratio**2 / c.num_data
 
     def _temperature_of(self, group: dict[str, Any]) -> float:
-        """T of a group; without a stated one that at which z_L is the floor at the lr in force."""
+        """T of a group. If it is not stated, the T at which z_L is the floor at the current lr."""
         c = self._constants
         if c.temperature is None:
             return self._heat(group, c.noise_multiplier) / (2 * self._friction(group))
         return c.temperature
 
     def _multiplier(self, group: dict[str, Any]) -> float:
-        """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a
-        floor nothing is released.
+        """z of a group. At lr = 0 the gradient is not used: z is the floor, or infinite without a
+        floor, so that nothing is released.
         """
         own, floor = self._langevin(group), self._constants.noise_multiplier
         return max(own, floor) if group["lr"] > 0 else floor or math.inf
@@ -192,17 +192,17 @@ class OwnNoise(Optimizer):
         return noise_multiplier
 
     def _trained_groups(self) -> list[dict[str, Any]]:
-        """Groups that are not frozen; all of them if every one is."""
+        """Groups that are not frozen; all groups if all are frozen."""
         requires_grad = attrgetter("requires_grad")
         groups = self.param_groups
         return [g for g in groups if any(map(requires_grad, g["params"]))] or groups
 
     def _require_group(self, group: dict[str, Any]) -> None:
-        """Raise unless a group's options are what they may be."""
+        """Raise unless a group's options are valid."""
 
     # -- public constants and reports --------------------------------------------------------------
 
-    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Every step charges this one.")
+    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Every step is charged to it.")
     num_data = ReadOnly[int]("_constants.num_data", "N, the public number of records.")
     expected_batch_size = ReadOnly[float](
         "_constants.expected_batch_size", "B, the public expected batch size."
@@ -211,14 +211,14 @@ class OwnNoise(Optimizer):
         "_constants.max_grad_norm", "C, the clip norm of one record's gradient, given or derived."
     )
     derives_clip_norm = ReadOnly[bool](
-        "_derives_bound", "Whether C was left out: it follows from lr, temperature and noise."
+        "_derives_bound", "Whether C is derived from lr, temperature and noise."
     )
     noise_multiplier = ReadOnly[float](
         "_constants.noise_multiplier", "z_min, the floor under the noise multiplier."
     )
     temperature = ReadOnly[float | None](
         "_constants.temperature",
-        "T of the target ∝ exp(−U/T); None where lr, clip norm and noise decide it.",
+        "T of the target ∝ exp(−U/T); None if lr, clip norm and noise determine it.",
     )
     sampling = ReadOnly[str | None](
         "release.sampling",
@@ -271,8 +271,8 @@ class OwnNoise(Optimizer):
             return ""
         lrs = dict.fromkeys(f"{self._free_lr(group):.4g}" for group in self._trained_groups())
         return (
-            f"max_grad_norm = {self.max_grad_norm * own / floor:.4g} (leave it out), temperature ="
-            f" {self.temperature * (floor / own) ** 2:.3g} (leave it out), or lr ="
+            f"max_grad_norm = {self.max_grad_norm * own / floor:.4g} (or leave it out), temperature"
+            f" = {self.temperature * (floor / own) ** 2:.3g} (or leave it out), or lr ="
             f' {", ".join(lrs)}{" of the groups" if len(lrs) > 1 else ""} (lr="free")'
         )
 
@@ -284,8 +284,8 @@ class OwnNoise(Optimizer):
         return [
             f"noise_multiplier = {self.noise_multiplier:.4g} is only a minimum: at temperature"
             f" {self.temperature:.4g} the sampler's own noise is"
-            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The minimum would"
-            f" be used with {instead}."
+            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. To use the"
+            f" minimum, pass {instead}."
         ]
 
 

@@ -39,22 +39,22 @@ class DPSGFS(PrivateOptimizer):
     deviation σ_F = zC²/√ϕ and the rest σ_F/√2, q = B/N. K is the covariance of N·ĝ, with privacy
     noise and minibatch noise. On a Gaussian posterior the stationary covariance is exactly T·A⁻¹ if
     Î is the true Fisher information per record, for every z, q and prior. z =
-    max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η only decides the noise, and
+    max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η only sets the noise, and
     η → 0 is SGLD. A step uses Î before its own M is added. Î starts at C², its largest value, so
     that the first steps are small, and averages with β = max(1 − ``fisher_decay``, 1/(t+2)).
     Eigenvalues of Î below its noise level s√(2d) are raised to it (entries below s√2 for
     ``"diagonal"``); s is the standard deviation of the noise that remains after averaging,
-    (σ_F/B)·√(β/(2−β)) in the long run. (A floor at the noise of a single M would raise eigenvalues
-    that are known well, and give too small a covariance.)
+    (σ_F/B)·√(β/(2−β)) in the long run. (A floor at the noise of a single M would raise accurately
+    estimated eigenvalues, and make the covariance too small.)
 
     ``fisher="diagonal"`` keeps only Σ g∘g, for any number of parameters d. It is exact if the
     posterior's precision is diagonal, or if privacy noise dominates, so that steps are small;
     otherwise correlations make the samples too wide or too narrow.
 
     Source: Ahn, Korattikara and Welling (2012); Wang, Fienberg and Smola (2015), Algorithm 4.
-    We correct four defects of theirs: the step goes uphill; the noise beside the privacy noise has
-    variance 1/(N²η) instead of 4/(N²η); W, and so the preconditioner, is not symmetric; its
-    constants add up to about 3ε instead of the claimed 2ε. Their preconditioner also omits the
+    We correct four defects of theirs: the step goes uphill; the noise that is added to the privacy
+    noise has variance 1/(N²η) instead of 4/(N²η); W, and so the preconditioner, is not symmetric;
+    its constants add up to about 3ε instead of the claimed 2ε. Their preconditioner also omits the
     prior's precision, so the covariance is not that of the posterior.
 
     Args:
@@ -69,8 +69,8 @@ class DPSGFS(PrivateOptimizer):
         sensitivity_scale: F, a public positive vector of length d, for all trainable parameters in
             order, from public data or earlier releases. Gradients are clipped to ‖g/F‖ ≤ C and the
             noise is zC·F∘ξ: less for parameters whose gradients are known to be small.
-        options: as for :class:`DPSGLD`; the temperature is positive (if derived from the noise: the
-            highest of all groups). ``log_prior`` is refused, because its curvature is needed.
+        options: as for :class:`DPSGLD`; the temperature is positive (if it is derived from the
+            noise: the highest of all groups). ``log_prior`` is refused: the step needs its Hessian.
 
     Raises:
         ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory;
@@ -81,8 +81,8 @@ class DPSGFS(PrivateOptimizer):
     full batches, or swapping one member of an unspecified batch, moves them by √s/z with s = 4 for
     ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond. The event is ``PoissonSampledDpEvent(B/N,
     GaussianDpEvent(z/√(1+ϕ)))`` under Poisson sampling; ``GaussianDpEvent(z/√(1+ϕ))`` (add or
-    remove) or ``GaussianDpEvent(2z/√s)`` (replace) on full batches, on any others
-    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` (replace-one) or, if so stated,
+    remove) or ``GaussianDpEvent(2z/√s)`` (replace) on full batches, on other batches
+    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` (replace-one) or, with ``sampling="recordwise"``,
     ``RecordwiseBatchGaussianDpEvent(2z/√s)``; ``NonPrivateDpEvent()`` at z = 0.
     """
 
@@ -198,9 +198,9 @@ class DPSGFS(PrivateOptimizer):
 
     def _privacy_variance(self, part: GroupGradient) -> float:
         """Σ: the variance of the privacy noise in N·ĝ."""
-        if part.group["lr"] == 0:  # takes no step, whatever the noise was
+        if part.group["lr"] == 0:  # this group takes no step
             return 0.0
-        noise = part.noise_multiplier * self.max_grad_norm  # the order of products counts
+        noise = part.noise_multiplier * self.max_grad_norm  # rounding depends on this order
         return (noise * self.num_data / self.expected_batch_size) ** 2
 
     def _step_diagonal(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
@@ -218,7 +218,7 @@ class DPSGFS(PrivateOptimizer):
                 damping = _spread(part, [noise + prior for prior in priors])
                 for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(added))
-            else:  # out of the units of F
+            else:  # convert from the units of F
                 for gradient, fisher_piece, unit, prior in in_cache(
                     part.gradient, information, scale.square(), _spread(part, priors)
                 ):
@@ -237,10 +237,10 @@ class DPSGFS(PrivateOptimizer):
         matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
         still = over_parts(lambda part: part.group["lr"] == 0)
         noise = over_parts(self._privacy_variance)
-        # lr = 0: as under infinite noise
+        # groups with lr = 0 get almost infinite noise
         noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())
         matrix.diagonal().add_(noise)
-        # out of the units of F
+        # convert from the units of F
         if (scale := self._query.scale) is not None:
             matrix = matrix * scale.double().outer(scale.double())
         prior = [
@@ -260,14 +260,14 @@ class DPSGFS(PrivateOptimizer):
 def _spread(
     part: GroupGradient, values: Sequence[float], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A value of each parameter, for each of its numbers."""
+    """One value per parameter, repeated for all its elements."""
     pieces = zip(values, part.gradients, strict=True)
     return torch.cat([p.new_full((p.numel(),), value, dtype=dtype) for value, p in pieces])
 
 
 def _at_least(fisher: Tensor, floor: float) -> Tensor:
-    """``fisher`` with eigenvalues below ``floor`` raised to it; they are computed only if
-    there are any.
+    """``fisher`` with eigenvalues below ``floor`` raised to it; without such eigenvalues, no
+    decomposition is computed.
     """
     shifted = fisher.clone()
     shifted.diagonal().sub_(floor)
@@ -279,10 +279,10 @@ def _at_least(fisher: Tensor, floor: float) -> Tensor:
 
 class FisherSum(ClippedSum):
     """(Σ g_i, Σ g_i g_iᵀ) of clipped gradients, or Σ g_i∘g_i for the diagonal. ``share`` is ϕ =
-    (zC²/σ_F)², the weight of the second moment; ``scale`` is F, by which gradients are divided
-    before they are clipped, None for 1.
+    (zC²/σ_F)², the weight of the second moment. Gradients are divided by F, ``scale``, before they
+    are clipped; None means 1.
 
-    **Privacy.** Their sensitivity is at :class:`DPSGFS`.
+    **Privacy.** :class:`DPSGFS` states the sensitivity.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class FisherSum(ClippedSum):
         self.scale_digest = ""
 
     def set_scale(self, scale: Tensor | None) -> None:
-        """Exchange F."""
+        """Set F."""
         self.scale = scale
         self.scale_digest = "" if scale is None else digest([scale], 64).hex()
 
@@ -305,14 +305,14 @@ class FisherSum(ClippedSum):
         needed, available = 48 * num_parameters**2, _available_memory(device)
         if needed > available:
             raise ArgumentError(
-                f'fisher="full" works on {num_parameters} x {num_parameters} matrices, about'
-                f" {needed / 2**30:.1f} GiB in all of {available / 2**30:.1f} GiB available: use"
+                f'fisher="full" needs {num_parameters} x {num_parameters} matrices, together'
+                f" {needed / 2**30:.1f} GiB, but {available / 2**30:.1f} GiB are available: use"
                 ' fisher="diagonal", or freeze parameters by requires_grad_(False).'
             )
         return num_parameters**2
 
     def second_moment(self, layout: Layout) -> Tensor:
-        """The second moment in the buffer, in its shape."""
+        """A view of the second moment in the buffer, in its own shape."""
         size = len(layout.gradient)
         return layout.extra.view(size, size) if self.is_full else layout.extra
 
@@ -340,8 +340,8 @@ class FisherSum(ClippedSum):
         super().add_noise(layout, smallest, stream)
         if stream is None:
             layout.extra.div_(self.expected_batch_size)
-        # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2
-        # beside it
+        # noise on all d² entries; after averaging M and Mᵀ its std is σ_F on the diagonal and
+        # σ_F/√2 elsewhere
         else:
             std = self.fisher_noise(smallest)
             add_gaussian(layout.extra, std, self.expected_batch_size, stream)
@@ -354,7 +354,7 @@ class FisherSum(ClippedSum):
         share = self.share
         swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
         is_replacement = neighboring_relation(neighboring) == "replace_one"
-        # a swap in a batch that was cut is charged at twice the distance, which is further
+        # a swap in a truncated batch is charged at twice the distance of an addition, which is more
         is_drawn = sampling in ("poisson", "truncated_poisson", "random_allocation", "users")
         is_swap = is_replacement if is_full else not is_drawn
         return (
@@ -365,7 +365,7 @@ class FisherSum(ClippedSum):
 
 
 def _available_memory(device: torch.device) -> int:
-    """Bytes that can be allocated there without pushing others out."""
+    """Bytes that can be allocated on the device without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

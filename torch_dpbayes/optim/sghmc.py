@@ -38,7 +38,7 @@ class DPSGHMC(PrivateOptimizer):
     as η → 0.
 
     Args:
-        params, lr: as for :class:`DPSGLD`; lr is that of SGD with momentum.
+        params, lr: as for :class:`DPSGLD`; lr is as for SGD with momentum.
         momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier``, ``temperature``
             and ``max_grad_norm``, all above 0. m = 0 is :class:`DPSGLD`. A number may differ
             between parameter groups, and schedulers may change it (``OneCycleLR``): the friction
@@ -72,7 +72,7 @@ class DPSGHMC(PrivateOptimizer):
                     'momentum="matched" derives the friction from the noise: it needs'
                     " noise_multiplier, temperature and max_grad_norm, all above 0"
                 )
-        else:  # under this name torch's schedulers cycle it
+        else:  # torch's schedulers cycle the momentum under this name
             require_fraction("momentum", momentum)
             self._group_options = {"momentum": momentum}
         self._momentum = momentum
@@ -87,7 +87,7 @@ class DPSGHMC(PrivateOptimizer):
         return 1.0 if self._is_matched else 1 - self._momentum_of(group)
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
-        # matched friction asks for no noise of its own
+        # a matched friction needs no noise of the sampler's own
         return 0.0 if self._is_matched else super()._group_langevin_noise_multiplier(group)
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
@@ -102,7 +102,7 @@ class DPSGHMC(PrivateOptimizer):
             friction = self._matching_friction(group, noise_multiplier)
             raise ArgumentError(
                 f"lr = {group['lr']} needs a friction of {friction:.4g} > 1 to match the privacy"
-                f" noise, which is more than temperature {self.temperature} allows. Use lr <="
+                f" noise at temperature {self.temperature}. Use lr <="
                 f" {self._free_lr(group):.4g}, or a number for momentum and a higher temperature."
             )
         return noise_multiplier

@@ -31,11 +31,11 @@ class DPSGLD(PrivateOptimizer):
         expected_batch_size: B, a public constant; the sum is divided by B, not by the number of
             records in the batch.
         max_grad_norm: clip norm C of one record's gradient of −log p, over all parameters together;
-            at least 1e-12. None: the C at which the sampler needs exactly ``noise_multiplier`` at
-            T: C = C'·z_L(C')/z for any C', at the lr of construction; the smallest of all groups. A
-            larger ε then means less clipping, not less noise. Schedules do not change C, so
-            construct with their largest lr: then the temperature is always T, and less than the
-            target ε is spent. A later, larger lr gives a temperature above T.
+            at least 1e-12. None: C is derived, so that the sampler needs exactly
+            ``noise_multiplier`` at T and the lr of construction: C = C'·z_L(C')/z for any C', the
+            smallest of all groups. Then a larger ε means less clipping, not less noise. Schedules
+            do not change C. Construct with the schedule's largest lr: the temperature is then
+            always T, and ε stays below the target. A later, larger lr gives a temperature above T.
         noise_multiplier: z_min, the least noise std on the sum, in units of C.
         temperature: T of the target. 0: the sampler adds no noise of its own (plain DP-SGD). None:
             1 if C is derived or z_min is 0, else the temperature that z_min gives,
@@ -46,19 +46,19 @@ class DPSGLD(PrivateOptimizer):
             parameters or modules, ``{"0": "fan_in", "norm": math.inf}``, which needs named
             parameters: the longest matching name counts; without a match the value is 1. For SGD's
             ``weight_decay=λ`` write 1/√(Nλ).
-        prior_mean: its mean.
+        prior_mean: mean of the Gaussian prior.
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
             named parameters. It must not use data.
         sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
             an independent Poisson draw at rate B/N, stepped on once (``PrivacyEngine.make_private``
-            sets this and verifies it). ``"recordwise"`` asserts that only this record, public
-            values and independent chance decide whether a record is in a batch: a hash of the
+            sets this and verifies it). ``"recordwise"`` asserts that whether a record is in a batch
+            depends only on this record, public values and independent randomness: a hash of the
             record's name is fine, a shuffled loader is not. None asserts only that the contents of
-            records do not decide who is in a batch. The last two are charged at sensitivity 2C
-            without amplification; None is refused under add-or-remove-one, because one more record
-            may change whole batches. Full batches, B = N, are charged as such, and their length is
-            checked. You always assert that a record is in a batch at most once: a record that is
-            there k times (a sampler with replacement) moves the sum by kC.
+            records do not determine which records are in a batch. The last two are charged at
+            sensitivity 2C without amplification. None is refused under add-or-remove-one, because
+            one added record may change whole batches. Full batches, B = N, are charged as such, and
+            their length is checked. You always assert that a batch contains a record at most once:
+            a record that is in it k times (a sampler with replacement) moves the sum by kC.
         accountant: where steps are charged. None: a new one, ``optimizer.accountant``.
         generator: source of the noise, for runs that repeat bit for bit; keep its seed secret.
             None: operating-system entropy.
@@ -71,8 +71,8 @@ class DPSGLD(PrivateOptimizer):
 
     **Privacy.** One step releases S. Adding or removing a record moves the clipped sum by at most
     C, replacing one by at most 2C. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))``
-    under Poisson sampling, ``GaussianDpEvent(z)`` on full batches, on any others
-    ``UnspecifiedBatchGaussianDpEvent(z)`` (replace-one) or, if so stated,
+    under Poisson sampling, ``GaussianDpEvent(z)`` on full batches, on other batches
+    ``UnspecifiedBatchGaussianDpEvent(z)`` (replace-one) or, with ``sampling="recordwise"``,
     ``RecordwiseBatchGaussianDpEvent(z)``; ``NonPrivateDpEvent()`` at z = 0.
     """
 

@@ -13,9 +13,9 @@ from ..release import GroupGradient
 from .base import PrivateOptimizer
 from .settings import Options, ReadOnly, require_fraction
 
-# Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
-# α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
-# everything.
+# Far from the posterior, the kinetic energy of the drift could raise α above 2 in one step, and (1
+# − α)v would diverge. α* is at most 1; at α = 1.2 the step is stable up to ηκ = 1.6 and damps
+# almost everything.
 _LARGEST_FRICTION = 1.2
 
 
@@ -48,10 +48,10 @@ class DPSGNHT(PrivateOptimizer):
     which z_L equals ``noise_multiplier`` at the current lr: α* = a.
 
     Args:
-        params, lr: as for :class:`DPSGLD`; lr is that of SGD with momentum.
+        params, lr: as for :class:`DPSGLD`; lr is as for SGD with momentum.
         momentum: 1 − a in [0, 1); z_L is computed for friction a.
-        thermostat_gain: how fast α follows the kinetic energy; positive. The number of steps it
-            takes to settle is about 1/gain.
+        thermostat_gain: how fast α follows the kinetic energy; positive. α settles in about 1/gain
+            steps.
         options: as for :class:`DPSGLD`; the temperature is positive.
 
     Raises:
@@ -76,7 +76,7 @@ class DPSGNHT(PrivateOptimizer):
         self._thermostat_gain = check_positive("thermostat_gain", thermostat_gain)
         super().__init__(params, lr, **options)
 
-    momentum = ReadOnly[float]("_momentum", "1 − a, the friction that z_L is made for.")
+    momentum = ReadOnly[float]("_momentum", "1 − a; z_L is computed for friction a.")
     thermostat_gain = ReadOnly[float](
         "_thermostat_gain", "How fast the friction follows the kinetic energy."
     )

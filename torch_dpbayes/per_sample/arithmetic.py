@@ -1,10 +1,10 @@
 """How a device computes norms and sums: chunk sizes, types, and which operations are cheap.
 
-A record's norm must hold for what is added up. Where a sum is made of per-record gradients that are
-kept, it does by construction: they may be rounded as the layer's own gradients are (bfloat16 under
-autocast, TensorFloat-32 where the user allows it), for their norms are of what was rounded. Where a
-second product makes the sum, both are made of the same numbers, and what the sum's rounding may add
-is added to the norm.
+A record's norm must be that of the term which is added up. If per-record gradients are kept and
+summed, this holds by construction: the gradients may be rounded as the layer's own gradients are
+(bfloat16 under autocast, TensorFloat-32 if the user allows it), and norms are computed from the
+rounded gradients. If a second product computes the sum, both products use the same numbers, and the
+norm includes a bound of the sum's rounding error.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 
 
 class Machine(NamedTuple):
-    """The speed of a device. Choices depend on it and on shapes alone, never on what other programs
-    leave free, so that a run repeats bit for bit. Times of a CPU were fitted by hand to single
-    layers on one core (AMD EPYC 9005, torch 2.15); those of a GPU are by the ratio of arithmetic to
-    memory of H100, A100 and T4, which agree within a factor of two, and by grouped convolutions on
-    an H200.
+    """The speed of a device. Choices depend only on it and on shapes, never on the load of the
+    machine, so that a run repeats bit for bit. CPU times were fitted by hand to single layers on
+    one core (AMD EPYC 9005, torch 2.15). GPU times are from the ratio of arithmetic to memory speed
+    of H100, A100 and T4, which agree within a factor of two, and from grouped convolutions on an
+    H200.
 
     Attributes:
-        piece: numbers in a temporary that is worked off in pieces.
+        piece: the size of the pieces in which a large temporary is computed, in numbers.
         is_accelerator: whether launches and memory cost more than multiply-adds.
         has_double: whether products of float64 are about as fast as those of float32.
-        unfold, write: times of a number that is unfolded, or written to fresh memory and read, in
-            multiply-adds of float32 in a matrix product.
-        grouped, group: the same of a multiply-add in a convolution whose groups are records, and of
-            a weight in it.
-        gram: of a multiply-add in float64.
+        unfold, write: the time to unfold a number, or to write it to new memory and read it, in
+            multiply-adds of a float32 matrix product.
+        grouped, group: in this unit, the time of a multiply-add in a convolution whose groups are
+            records, and of a weight in it.
+        gram: in this unit, the time of a multiply-add in float64.
     """
 
     piece: int
@@ -47,13 +47,13 @@ class Machine(NamedTuple):
     gram: float = 2.0
 
 
-_CACHE = 2**20  # numbers: about what stays in a CPU's cache
-# Of an accelerator's memory, a temporary of float32 takes 1/512: 31 MiB of 16 GiB, 278 of 139.
+_CACHE = 2**20  # numbers: about the size of a CPU's cache
+# A temporary of float32 uses 1/512 of an accelerator's memory: 31 MiB of 16 GiB, 278 of 139.
 _SHARE = 512 * 4
 # Compute capabilities whose float64 is at least half as fast as float32: P100, V100, A100, H100,
 # B200. All others have 1/32 or 1/64 of it.
 _DOUBLE = frozenset(((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)))
-_SMALLEST = 2**22  # numbers in a piece of an accelerator
+_SMALLEST = 2**22  # numbers: the smallest piece on an accelerator
 
 
 @functools.lru_cache(64)
@@ -69,8 +69,8 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def pieces(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some records of all these tensors at a time: about a piece, if one record has so many
-    numbers.
+    """Some records of all these tensors at a time: about one piece. ``numbers`` is the size of one
+    record.
     """
     n = tensors[0].shape[0]
     step = max(1, machine_of(tensors[0].device).piece // numbers if numbers else n)
@@ -83,12 +83,12 @@ def pieces(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @functools.lru_cache(1024)
 def constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor, which operations take three times faster, on any device."""
+    """A number as a tensor on the CPU, which makes operations three times faster on any device."""
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def wide(t: Tensor) -> torch.dtype:
-    """The type of norms and of sums: float32, or float64 where the numbers are."""
+    """The type of norms and sums: float64 if ``t`` is float64, else float32."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
@@ -96,7 +96,7 @@ def wide(t: Tensor) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b of matrices of bfloat16, whose products are exact in float32, where they are added up."""
+    """a·b of bfloat16 matrices. Products are exact in float32, and sums are in float32."""
     if not a.is_cuda:
         return a.float() @ b.float()
     multiply: Any = torch.mm
@@ -105,29 +105,29 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def split(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers of bfloat16 that add up to ``t`` but for 2⁻¹⁸ of it, 2⁻⁹ each time."""
+    """Two numbers of bfloat16 whose sum is ``t`` up to a relative error of 2⁻¹⁸, 2⁻⁹ each."""
     high = t.bfloat16()
     return high, (t - high).bfloat16()
 
 
 def is_split(t: Tensor) -> bool:
-    """Whether products with these numbers are made of several of bfloat16."""
+    """Whether products with these numbers are computed from several bfloat16 products."""
     return t.dtype == torch.bfloat16 and machine_of(t.device).is_accelerator
 
 
-LOST_IN_SPLIT = 2.0**-17  # more than the part of a number that is lost in two terms, 2⁻⁹ twice
-_TF32_MASK = -(2**13)  # of the 23 bits of a float32's fraction it keeps ten
+LOST_IN_SPLIT = 2.0**-17  # above the relative error of two bfloat16 terms, which is 2⁻⁹·2⁻⁹
+_TF32_MASK = -(2**13)  # keeps 10 of the 23 bits of a float32's fraction
 
 
 def cut(t: Tensor) -> Tensor:
-    """The ten leading bits of the fractions, which products of TensorFloat-32 take as they are."""
+    """Truncate fractions to 10 bits, which products in TensorFloat-32 use without rounding."""
     return t.contiguous().view(torch.int32).bitwise_and(_TF32_MASK).view(torch.float32)
 
 
 # -- precision -------------------------------------------------------------------------------------
 
-# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
-# the properties, which are slow.
+# float32 products that torch may compute in TensorFloat-32 or bfloat16, by device. Torch's
+# properties for these settings are slow, so they are not used.
 _PRODUCTS = {
     "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
     "cuda": (("cuda", "matmul"), ("cuda", "conv")),
@@ -136,12 +136,12 @@ _FULL, _AS_IT_IS = frozenset(("ieee", "none")), nullcontext()
 _precision_of: Any = torch._C._get_fp32_precision_getter
 _set_precision_of: Any = torch._C._set_fp32_precision_setter
 
-# What :func:`full_precision` found, innermost last; the settings are the process' own, too.
+# The settings that :func:`full_precision` found, innermost last; like torch's, they are global.
 _found: list[dict[tuple[str, str], Any]] = []
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
+    """Switch off autocast and reduced products: they would round norms and sums differently."""
     kind = device.type
     precisions = starmap(_precision_of, _PRODUCTS.get(kind, ()))
     if _FULL.issuperset(precisions) and not torch.is_autocast_enabled(kind):
@@ -158,13 +158,13 @@ def allows_tf32(device: torch.device) -> bool:
 
 
 def tf32(device: torch.device) -> AbstractContextManager[Any]:
-    """Products and convolutions of float32 in TensorFloat-32, where the device has it."""
+    """Compute float32 products and convolutions in TensorFloat-32, if the device has it."""
     return _precision("cuda", is_full=False) if device.type == "cuda" else _AS_IT_IS
 
 
 @contextmanager
 def _precision(kind: str, *, is_full: bool) -> Iterator[None]:
-    """Full precision without autocast, or TensorFloat-32, on this kind of device until the end."""
+    """Inside, full precision without autocast, or TensorFloat-32, on this kind of device."""
     before = {of: _precision_of(*of) for of in _PRODUCTS.get(kind, ())}
     if is_full:
         _found.append(before)
@@ -181,8 +181,8 @@ def _precision(kind: str, *, is_full: bool) -> Iterator[None]:
 
 
 def joined(norms: list[Tensor]) -> Tensor:
-    """The norms of vectors of which parts have these."""
+    """The norms of vectors whose parts have these norms."""
     if len(norms) == 1:
         return norms[0]
-    # of several types the widest
+    # stack() converts to the widest type
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -2,14 +2,14 @@
 Karypis 2023).
 
 The model runs as a map over records. Torch's own layers leave the map and run on the whole batch,
-each row by itself, with their parameters detached: autograd propagates through them but computes no
-gradient of theirs. Each layer notes what goes in and, on the way back, the gradient of what came
-out; from both follow every record's norm and the clipped sum
+each row by itself, with detached parameters: autograd propagates through the layers but computes no
+gradient of their parameters. Each layer stores its input and, in the backward pass, the gradient of
+its output. Every record's norm and the clipped sum are computed from both
 (:mod:`torch_dpbayes.per_sample.layers`). All other parameters take part in the map, with a copy for
 each record.
 
-An ordinary ``p.grad`` can therefore come only from a use that was not noted. It is never clipped,
-and raises an error.
+An ordinary ``p.grad`` can therefore come only from a use that was not recorded. It is not clipped,
+so it raises an error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .record_map import CannotBeMapped, InnerTransform, RecordMap, as_traced, re
 
 
 class UsedElsewhere(CannotBeMapped):
-    """A layer runs inside the map as book-keeping cannot follow it: with other parameters, or in a
-    transform of the model's own.
+    """A layer runs inside the map in a way that book-keeping cannot record: with other parameters,
+    or in one of the model's own transforms.
     """
 
     def __init__(self, text: str, parameters: Iterable[Tensor]) -> None:
@@ -47,8 +47,8 @@ class BookkeepingGradientSource(GradientSource):
     Args: as those of :class:`GradientSource`, and
         loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
 
-    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what goes
-    into a layer, and the gradient of what comes out, depend in record i's row on record i alone.
+    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: row i of a
+    layer's input, and of the gradient of its output, depends on record i alone.
     """
 
     _sees_layers = True
@@ -64,12 +64,12 @@ class BookkeepingGradientSource(GradientSource):
         super().__init__(module, loss_reduction, assume_independent=assume_independent)
         self.follows = not assume_independent
         self._is_paused = False
-        # which forward passes may still be backpropagated; grows when they are forgotten
+        # only forward passes of the current step may be backpropagated; discard() increases it
         self.step = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
-        self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
-        self._versions: list[tuple[str, Tensor, int]] = []  # parameters, in the last forward pass
+        self._held: list[tuple[str, Tensor, int]] = []  # tensors of layers, with their versions
+        self._versions: list[tuple[str, Tensor, int]] = []  # parameters in the last forward pass
         self._layers = [
             _Layer(self, name, layer)
             for name, layer in module.named_modules()
@@ -89,7 +89,7 @@ class BookkeepingGradientSource(GradientSource):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No per-sample gradients are recorded inside."""
+        """A context in which no per-sample gradients are recorded."""
         self._is_paused = True
         try:
             yield
@@ -97,13 +97,13 @@ class BookkeepingGradientSource(GradientSource):
             self._is_paused = False
 
     def take_into_map(self, parameters: Iterable[Tensor]) -> bool:
-        """Give every record a copy of these parameters, which are used elsewhere than in their own
-        layer; returns whether any of them was recorded by layer.
+        """Give every record a copy of these parameters, because they are used outside of their
+        layer. Returns whether a layer recorded any of them before.
         """
         outside = set(parameters)
         moved = [layer for layer in self._layers if outside & {p for _, p in layer.known}]
         for layer in moved:
-            if layer.module is self.mapped.module:  # both stand in one place
+            if layer.module is self.mapped.module:  # both replace the same forward
                 self.mapped.original, self.mapped.own = layer.original, layer.own
             else:
                 layer.remove()
@@ -174,9 +174,9 @@ class BookkeepingGradientSource(GradientSource):
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
-        record has its own copy of ``direct``, the parameters of everything else, behind its rows;
-        and the leaves of the autograd graph.
+        """Apply ``of_one`` to each of n records, in a map in which layers see the whole batch. The
+        slices of a record are its rows, then its own copies of ``direct``, the parameters that no
+        layer records. Returns the results, and the leaves of the autograd graph.
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
@@ -198,7 +198,7 @@ class BookkeepingGradientSource(GradientSource):
             with self.randomness({t.device for t in hides}, hides):
                 self._copies = []
                 copies: list[Tensor] = []
-                for p in direct:  # of a clone: what the model may write stays out of the parameter
+                for p in direct:  # of a clone: the model may write into it, not into the parameter
                     copy = p.detach().clone().expand(n, *p.shape).requires_grad_()
                     copies.append(copy)
                     self._copies.append((p, copy))
@@ -212,33 +212,33 @@ class BookkeepingGradientSource(GradientSource):
         return found, [*copies, *leaves]
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
-        """The backward pass reached a layer."""
+        """Record what the backward pass found for a layer."""
         self._noted.append((layer, what))
         for t in what if isinstance(what, tuple) else what.held:
             self._held.append((layer.tensors, t, t._version))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a private model takes along how to get rid of the hooks, and no data."""
+        """A copy of a private model can remove the hooks. It contains no data."""
         lists = ("_handles", "_noted", "_copies", "_held", "_versions")
         empty: dict[str, Any] = {k: [] for k in lists}
         return {**self.__dict__, **empty, "is_copy": True}
 
 
 class VmapGradientSource(BookkeepingGradientSource):
-    """Every parameter takes part in the map, with a copy for each record: nothing is known of
-    layers. It needs memory for a gradient of each record, and more time than book-keeping.
+    """Every parameter takes part in the map, with a copy for each record; layers have no kernels.
+    It needs memory for a gradient of each record, and more time than book-keeping.
 
     Args: as those of :class:`BookkeepingGradientSource`.
 
-    **Privacy.** As there; what record i's gradient is computed from is record i, its random numbers
-    and the gradient that reaches its outputs.
+    **Privacy.** As for :class:`BookkeepingGradientSource`. Record i's gradient is computed from
+    record i, its random numbers and the gradient of its outputs.
     """
 
     _sees_layers = False
 
 
 class _WholeBatch:
-    """Replaces the map if the whole program is a layer that leaves the map anyway."""
+    """Replaces the map if the whole model is one layer, which would leave the map anyway."""
 
     @staticmethod
     def call_batched(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -254,8 +254,8 @@ class _Gelu(ReplacedForward):
 
 
 class _Layer(ReplacedForward):
-    """One layer of a private model: runs it on detached parameters and notes what its
-    gradients follow from.
+    """One layer of a private model: runs it on detached parameters, and records its input and the
+    gradient of its output.
     """
 
     def __init__(self, source: BookkeepingGradientSource, name: str, module: nn.Module) -> None:
@@ -264,7 +264,7 @@ class _Layer(ReplacedForward):
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        # which torch's functions of C++ read: in their place may stand tensors of earlier records
+        # settings that torch's C++ functions read: the model could put records' tensors there
         names = {k for k in vars(module) if k[0] != "_" or "padding" in k} - {"training"}
         self.settings = {name: vars(module)[name] for name in names}
         super().__init__(module)
@@ -275,7 +275,7 @@ class _Layer(ReplacedForward):
         if record_map is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         parameters, is_trained = self.module._parameters, False
-        with torch._C.DisableTorchFunction():  # through a map, a look takes long
+        with torch._C.DisableTorchFunction():  # attributes are slow to read through a map
             for name, p in self.known:
                 is_trained |= p.requires_grad
                 if parameters.get(name) is not p:
@@ -300,7 +300,7 @@ class _Layer(ReplacedForward):
         return UsedElsewhere(how, (p for _, p in self.known))
 
     def _record(self, whole: Tensor) -> Tensor:
-        """The whole batch at once; several rows of one record are several calls."""
+        """Run the whole batch at once. If a record has several rows, each row is one call."""
         rows = layers.rows_of(self.kind, self.module, whole.shape[1:])
         if rows is not None:
             whole = whole.squeeze(1) if rows == 1 else whole.flatten(0, 1)
@@ -309,7 +309,7 @@ class _Layer(ReplacedForward):
         for name, p in self.known:
             values[name] = p.detach()
         out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
-        # an operation in place on a view would leave the view's own hook behind
+        # the hook is on the base: an in-place operation on a view would lose a hook on the view
         base, shape = out if out._base is None else out._base, out.shape
         source, step, is_done = self.source, self.source.step, False
         inputs, version = [given.detach()], given._version
@@ -318,7 +318,7 @@ class _Layer(ReplacedForward):
         self.calls += 1
 
         def receive(backprops: Tensor) -> None:
-            """Take the gradient of what came out."""
+            """Receive the gradient of the output."""
             nonlocal is_done
             require_first_backward(is_done or step != source.step)
             if inputs[0]._version != version:

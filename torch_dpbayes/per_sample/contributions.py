@@ -18,11 +18,11 @@ class Contribution(ABC):
     """The term that a layer adds to the gradient g_i of every record, before clipping.
 
     Attributes:
-        parameters: those it has gradients for.
-        held: tensors that must stay as they are until the sum is taken.
-        norms: once they were found, of a :class:`Product`.
-        size: at least Σ_t ‖(term t of g_i)‖, what rounding in a product is relative to; None where
-            there is one term.
+        parameters: the parameters that it has gradients for.
+        held: tensors that must not change until the sum is computed.
+        norms: of a :class:`Product`, after they were computed.
+        size: an upper bound of Σ_t ‖(term t of g_i)‖; the rounding error of a product is relative
+            to it. None if there is only one term.
     """
 
     parameters: tuple[Tensor, ...]
@@ -32,13 +32,13 @@ class Contribution(ABC):
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """Every record's Euclidean norm over ``parameters``, never below that of what
-        :meth:`add_sum` adds but for rounding; float32 or better.
+        """Every record's Euclidean norm over ``parameters``, float32 or better. Up to rounding, it
+        is at least the norm of the term in :meth:`add_sum`.
         """
 
     @abstractmethod
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """out[p] += Σ_i factor_i·g_i, for flat ``out``, of the type of ``factor``."""
+        """out[p] += Σ_i factor_i·g_i; ``out`` is flat and has the type of ``factor``."""
 
     @abstractmethod
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def keep_only(self, keep: Tensor) -> None:
-        """Put zeros in place of the records where ``keep`` is False, whatever numbers they have."""
+        """Replace the records where ``keep`` is False by zeros, also if they are not finite."""
 
 
 class PerRecord(Contribution):
@@ -73,8 +73,8 @@ class PerRecord(Contribution):
 
 
 class Product(Contribution):
-    """Held as what went in and the gradient of what came out, of which one product makes the sum
-    over records and positions.
+    """A layer's input and the gradient of its output. One product of them computes the sum over
+    records and positions.
     """
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
@@ -97,10 +97,10 @@ class Product(Contribution):
 
     @abstractmethod
     def norms_and_sizes(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms and sizes of such inputs and output gradients, of one such layer or several."""
+        """Norms and sizes from inputs and output gradients of one or several such layers."""
 
     def set_norms(self, alike: Sequence[Any]) -> None:
-        """Norms and sizes of layers with the key of this one, some at a time."""
+        """Compute norms and sizes of layers with the same key, some at a time."""
         n, dtype = len(self.backprops), wide(self.backprops)
         piece = arithmetic.machine_of(self.backprops.device).piece
         step = max(1, int(piece // (self.numbers() * n)))
@@ -116,18 +116,18 @@ class Product(Contribution):
         self.inputs, self.backprops = _kept(self.inputs, keep), _kept(self.backprops, keep)
 
     def widened(self) -> tuple[Tensor, Tensor]:
-        """Inputs and output gradients in the type of sums: no per-record gradient is rounded that
-        the norm does not see.
+        """Inputs and output gradients in the type of sums, so that per-record gradients have no
+        rounding that the norm does not include.
         """
         dtype = wide(self.backprops)
         return self.inputs.to(dtype), self.backprops.to(dtype)
 
 
 class Outer(Product):
-    """A linear layer: Σ_t g_t a_tᵀ and Σ_t g_t, held as a and g.
+    """A linear layer: Σ_t g_t a_tᵀ and Σ_t g_t, stored as a and g.
 
     Args:
-        weight, bias: the parameters, None where there is none or it is frozen.
+        weight, bias: the parameters; None for a missing or frozen one.
         inputs: a, (records, [positions,] in).
         backprops: g, (records, [positions,] out).
         is_transposed: whether the weight is (in, out).
@@ -179,7 +179,7 @@ class Outer(Product):
             return g
         if self.bias is None:
             return g.mul_(_norm_above(self.inputs))
-        # inputs whose squares underflow are nothing beside the bias' 1
+        # inputs whose squares underflow are negligible compared to the bias' 1
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
 
@@ -211,8 +211,8 @@ class Outer(Product):
 
 
 def norms_of(parts: Sequence[Contribution]) -> list[Tensor]:
-    """The norms of each part. Products with equal shapes are taken together: to launch an
-    operation on a GPU takes longer than to run a small one.
+    """The norms of each part. Products with equal shapes are computed together: on a GPU, the
+    launch of a small operation takes longer than the operation.
     """
     groups: dict[Any, list[Product]] = {}
     for part in parts:
@@ -227,19 +227,19 @@ def norms_of(parts: Sequence[Contribution]) -> list[Tensor]:
 
 
 def beside(tensors: Sequence[Tensor]) -> Tensor:
-    """One after another, without a copy if there is one."""
+    """Concatenate the tensors; without a copy if there is only one."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
-    beside its terms. Products of all pairs of positions are made in float64, so a norm is known
-    to about 2⁻²⁶ of its size.
+    """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: if positions cancel, the squared norm is small compared
+    to its terms. Products of all pairs of positions are in float64, so the error of a norm is about
+    2⁻²⁶ of its size.
     """
     is_double, (g, a) = g.dtype == torch.float64, (g.double(), a.double())
     products = torch.bmm(g, g.transpose(1, 2))
     size = products.diagonal(dim1=1, dim2=2)
-    lost: Tensor | None = None  # where squares of float64 underflow and the other factor is huge
+    lost: Tensor | None = None  # bounds float64 squares that underflow, times the other factor
     if like.weight is not None:
         others = torch.bmm(a, a.transpose(1, 2))
         if like.bias is not None:
@@ -250,16 +250,17 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
             lost += _lost_in_squares(a) * size.sqrt().sum(1)
         size = size * of_inputs
         products.mul_(others)
-    # norms of float32 are made normal numbers, whose rounding is relative
+    # keeps float32 norms normal: subnormal numbers have no relative error bound
     least = 0.0 if is_double else 2.0**-252
     norms = products.sum((1, 2)).clamp_(min=least).sqrt_()
     return norms if lost is None else norms.add_(lost), size.sqrt().sum(1)
 
 
 def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where float64 is slow, of the gradients in float32. An entry, a sum of T terms, lies
-    off by T·2⁻²⁴·Σ|terms| at most (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-    section 3.1). That is added, and what squares lose: clipping is never too weak.
+    """The same from the gradients in float32, for devices with slow float64. The error of an entry,
+    a sum of T terms, is at most T·2⁻²⁴·Σ|terms| (Higham, Accuracy and Stability of Numerical
+    Algorithms, 2002, section 3.1). This bound, and one for squares that underflow, are added to the
+    norm: clipping is never too weak.
     """
     g, a = g.float(), a.float()
     size = torch.linalg.vector_norm(g, dim=2)
@@ -287,11 +288,11 @@ class Tokens(Contribution):
         self, weight: Tensor, tokens: Tensor, backprops: Tensor, padding_idx: int | None
     ) -> None:
         self.weight, self.parameters = weight, (weight,)
-        self.held = (tokens, backprops)  # of one position a record they are used as they are
+        self.held = (tokens, backprops)  # with one position per record, they are not copied
         n, positions = tokens.shape
         g, self.tokens = backprops.flatten(0, 1), tokens.flatten()
         self._records = torch.arange(n, device=tokens.device).repeat_interleave(positions)
-        if positions > 1:  # the first place of each token gets the sum, the others nothing
+        if positions > 1:  # the first place of each token gets the sum, the others get zero
             where = _first_places(tokens).flatten()
             rows = torch.zeros(g.shape, dtype=wide(g), device=g.device)
             g = rows.index_add_(0, where, g.to(rows.dtype))
@@ -320,11 +321,12 @@ class Tokens(Contribution):
 
 
 class Tied(Product):
-    """An embedding whose table is a linear layer's weight as well, as in language models.
+    """An embedding whose table is also a linear layer's weight, as in language models.
 
-    With A of the linear layer and E of the embedding, ‖A + E‖² = ‖A‖² + ‖E‖² + 2⟨A, E⟩, where E has
-    a row e_r for each token r and ⟨A, E⟩ = Σ_r Σ_t g_t[r]·⟨a_t, e_r⟩. All three are found in
-    float64, of what the sum is made of: where A and E cancel, their rounding would not.
+    Let A be the gradient of the linear layer and E that of the embedding, with a row e_r for each
+    token r. Then ‖A + E‖² = ‖A‖² + ‖E‖² + 2⟨A, E⟩ and ⟨A, E⟩ = Σ_r Σ_t g_t[r]·⟨a_t, e_r⟩. All three
+    are computed in float64, from the numbers of the sum: if A and E cancel, their rounding errors
+    do not.
     """
 
     def __init__(self, linear: Outer, tokens: Tokens) -> None:
@@ -344,7 +346,7 @@ class Tied(Product):
             norm, size = _gram_norms(self.linear, g_, a_)
             of_tokens = e_.double()
             other = torch.linalg.vector_norm(of_tokens, dim=(1, 2))
-            if rows.dtype == torch.float64:  # the inner product loses less than both norms
+            if rows.dtype == torch.float64:  # underflow changes the inner product by less
                 other += math.sqrt(e.shape[1]) * _lost_in_squares(e)
             picked = g_.gather(2, places_).double()
             inner = torch.bmm(a_.double(), of_tokens.transpose(1, 2)).mul_(picked).sum((1, 2))
@@ -369,7 +371,7 @@ class Tied(Product):
 
 
 def together(parts: Sequence[Contribution]) -> Contribution:
-    """Contributions to parameters that are shared: norms do not add up, per-record gradients do."""
+    """Merge contributions to shared parameters: norms cannot be added, per-record gradients can."""
     if len(parts) == 1:
         return parts[0]
     linear = next((p for p in parts if isinstance(p, Outer) and not p.is_transposed), None)
@@ -417,8 +419,8 @@ def outer(
 
 
 def _norm_above(t: Tensor) -> Tensor:
-    """Row norms, plus at most what is lost where squares underflow: a product with a huge
-    number must not hide it.
+    """Row norms plus an upper bound for squares that underflow: they count if they are multiplied
+    by a huge number.
     """
     norms = torch.linalg.vector_norm(t, dim=1, dtype=wide(t))
     return norms.add_(constant(_lost_in_squares(t), norms.dtype))
@@ -435,17 +437,17 @@ def _first_places(tokens: Tensor) -> Tensor:
 
 
 def _lost_in_squares(t: Tensor) -> float:
-    """At most the length of a row of ``t`` whose squares underflow."""
+    """An upper bound of the norm of a row of ``t`` whose squares underflow."""
     return math.sqrt(t.shape[-1]) * (1.5e-154 if t.dtype == torch.float64 else 1.1e-19)
 
 
 def weighted(rows: Tensor, factor: Tensor) -> Tensor:
-    """``rows``, each times its factor, in the type of sums, which that has."""
+    """Each row times its factor, in the factor's type, which is the type of sums."""
     return in_type(rows, factor.dtype) * factor.view(-1, *[1] * (rows.dim() - 1))
 
 
 def in_type(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A call of ``to`` takes longer than a look."""
+    """``t.to(dtype)``, but faster if the type is right already."""
     return t if t.dtype == dtype else t.to(dtype)
 
 

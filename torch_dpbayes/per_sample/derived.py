@@ -1,15 +1,13 @@
-"""Ordinary tensors that were computed from records, and tensors of the model that stay as they are.
+"""Ordinary tensors that were computed from records, and tensors of the model that must not change.
 
-After ``backward()`` the values of a batch are ordinary tensors, which may not come back into a
-later loss, model or parameter: they would carry other records past the clipping. They are
-:class:`Derived` tensors. Torch's dispatcher hands every operation with one of them to
-``__torch_dispatch__``, also those of ``torch.func``, TorchScript and autograd, so that what is
-computed from them is marked, too. A tensor that they are written into is marked by its memory,
-which all of its views share.
+After ``backward()`` the values of a batch are ordinary tensors. They must not be used in a later
+loss, model or parameter, because other records would then bypass the clipping. They are
+:class:`Derived` tensors. Torch's dispatcher passes every operation with one of them to
+``__torch_dispatch__``, also operations of ``torch.func``, TorchScript and autograd, so the results
+are marked, too. If they are written into a tensor, its memory is marked, which all its views share.
 
-What the model or its loop writes into buffers and frozen parameters depends on the records and
-carries no noise, yet it steers later gradients and is saved with the model's state: it is refused
-(:class:`FixedTensors`).
+Writes into buffers and frozen parameters are refused (:class:`FixedTensors`): such values depend on
+records and have no noise, but they change later gradients and are saved with the model's state.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ WRITTEN = (
     "values of a batch, neither clipped nor noisy, are written to a parameter or buffer of the"
     " private model: write only public values; only the optimizer may change parameters"
 )
-# marks of a storage
+# attributes that mark a storage
 _MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
 _ORDINARY = {Tensor, nn.Parameter}
 _DENSE = (torch.strided, torch.jagged)
-# Numbers of a tensor, for Python.
+# Functions that return a tensor's values to Python.
 LOOKS = frozenset(
     (
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
@@ -63,10 +61,10 @@ _READ = (
 
 
 def for_numpy(self: Tensor, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """A function of NumPy, of the values: a followed tensor says when there are some."""
+    """Call a NumPy function with the values; a followed tensor raises an error if it has none."""
 
     def as_array(value: Any) -> Any:
-        is_of_batch = hasattr(type(value), "is_of_batch")  # nothing is written into others
+        is_of_batch = hasattr(type(value), "is_of_batch")  # only these are converted
         return np.asarray(value.detach().cpu()) if is_of_batch else value
 
     args, kwargs = tree_map(as_array, (args, kwargs))
@@ -82,7 +80,7 @@ def rounded(self: Tensor, digits: int | None = None) -> float:
 
 
 class Derived(Tensor):
-    """An ordinary tensor that was computed from records. What is computed from it is one, too."""
+    """An ordinary tensor that was computed from records. Results computed from it are Derived."""
 
     is_of_batch = True
     __array_function__, __array_ufunc__, __round__ = for_numpy, for_ufunc, rounded
@@ -90,11 +88,11 @@ class Derived(Tensor):
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in {*types, *map(type, args)} - _ORDINARY:  # of operators, torch names the first type
+        for t in {*types, *map(type, args)} - _ORDINARY:  # operators omit types after the first
             if issubclass(t, Tensor) and not issubclass(t, Derived):
-                return t.__torch_function__(func, types, args, kwargs)  # as of followed tensors
+                return t.__torch_function__(func, types, args, kwargs)  # a followed tensor's
         if func in LOOKS or func is Tensor.__repr__:
-            if _dispatch_tls_is_dispatch_key_excluded("Python"):  # by torch.tensor([t])
+            if _dispatch_tls_is_dispatch_key_excluded("Python"):  # torch.tensor([t]) does this
                 raise LossError(_READ, code="loss-mixes")
             args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
             return func(*args, **(kwargs or {}))
@@ -113,7 +111,7 @@ class Derived(Tensor):
         kwargs = kwargs or {}
         reads = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
         if func is reads and _is_torch_function_enabled():
-            raise LossError(_READ, code="loss-mixes")  # by no function that was given a tensor
+            raise LossError(_READ, code="loss-mixes")  # torch reads it as a plain argument
         with _DisableTorchDispatch():
             if names := _names_written(func):
                 given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
@@ -137,7 +135,7 @@ class Derived(Tensor):
 
 
 class _DerivedParameter(nn.Parameter, Derived):
-    """A parameter that such values were written into."""
+    """A parameter that values of records were written into."""
 
     __torch_function__ = Derived.__torch_function__
     __reduce_ex__ = nn.Parameter.__reduce_ex__
@@ -149,15 +147,17 @@ class _DerivedParameter(nn.Parameter, Derived):
 
 
 class _Seen(TorchDispatchMode):
-    """Shows every operator to :class:`Derived`, where torch's dispatcher does not."""
+    """Passes every operator to :class:`Derived`, for tensors for which torch's dispatcher does
+    not.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return Derived.__torch_dispatch__(func, (), args, kwargs)
 
 
 def _is_named_only(value: Any) -> bool:
-    """Whether a tensor, or one of a list, got its class when it was written into: the dispatcher
-    does not know it.
+    """Whether a tensor, or one in a list, became Derived when it was written into: the dispatcher
+    does not know its class.
     """
     if isinstance(value, (tuple, list)):
         return any(map(_is_named_only, value))
@@ -165,7 +165,7 @@ def _is_named_only(value: Any) -> bool:
 
 
 def derived(t: Tensor) -> Derived:
-    """The same values, as those of records."""
+    """The same values, marked as computed from records."""
     with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
         if (storage := _storage_of(t)) is not None:
             setattr(storage, _MARK, True)
@@ -205,7 +205,7 @@ def _require_dense(found: Any) -> None:
 
 @lru_cache(2048)
 def _names_written(func: Any) -> list[str]:
-    """The arguments that an operator writes into. Torch does not say so of running statistics."""
+    """The arguments that an operator writes into; torch's schemas omit the running statistics."""
     return [
         a.name
         for a in func._schema.arguments
@@ -214,7 +214,7 @@ def _names_written(func: Any) -> list[str]:
 
 
 def _mark(written: Any) -> None:
-    """Make a tensor, and those that share its memory, ones of records."""
+    """Mark a tensor, and all that share its memory, as computed from records."""
     if isinstance(written, (tuple, list)):
         for t in written:
             _mark(t)
@@ -226,7 +226,7 @@ def _mark(written: Any) -> None:
     owners = [written] if written._base is None else [written, written._base]
     if storage is not None:
         setattr(storage, _MARK, True)
-        if _storage_Use_Count(storage._cdata) > len(owners) + 1:  # and the storage's own object
+        if _storage_Use_Count(storage._cdata) > len(owners) + 1:  # + 1 is the storage's object
             owners = [
                 t
                 for t in gc.get_objects()
@@ -240,7 +240,7 @@ def _mark(written: Any) -> None:
 
 
 def _storage_of(t: Tensor) -> Any:
-    """None of a tensor that has none, such as a sparse one."""
+    """The storage of a tensor; None if it has none, such as a sparse one."""
     with DisableTorchFunctionSubclass():
         try:
             return t.untyped_storage()
@@ -259,13 +259,13 @@ _LONGEST_WAIT = 64  # steps
 
 
 class FixedTensors:
-    """Buffers and frozen parameters of a module as they were, and whether they still are.
+    """Copies of a module's buffers and frozen parameters, and a check that they are unchanged.
 
-    A look compares identities and torch's version counters. Writes past the counters (``.data``,
-    the running statistics of ``batch_norm``) show in the values, which are compared at look 1, 2,
-    4, … 64, then at every 64th, and wherever identity or version differ: a tensor with equal
-    values, moved to another device or dtype or not, is unchanged. Until the first batch is
-    delivered anything may be loaded.
+    Each check compares identities and torch's version counters. Some writes do not change the
+    counters (``.data``, the running statistics of ``batch_norm``). So values are compared at check
+    1, 2, 4, … 64, then at every 64th, and whenever identity or version differ: a tensor with equal
+    values is unchanged, also if it was moved to another device or dtype. Until the first batch is
+    delivered, all values may change.
 
     Args:
         module: the model.
@@ -282,19 +282,19 @@ class FixedTensors:
         self._record()
 
     def begin(self) -> None:
-        """The loader is about to deliver: from its first batch on everything stays as it is."""
+        """Called before the loader's first batch; from now on nothing may change."""
         if not self._is_training:
             self._is_training = True
             self._record()
             self._module.__dict__.pop("_dpbayes_start", None)
-            self._module.__dict__["_dpbayes_buffers"] = self.values  # for what leaves the model
+            self._module.__dict__["_dpbayes_buffers"] = self.values  # checked later
 
     def look_closely(self) -> None:
-        """Compare values next time: parameters were frozen or unfrozen, or the model was moved."""
+        """Compare values in the next check: parameters were frozen or unfrozen, or moved."""
         self._counted = None
 
     def require_unchanged(self) -> None:
-        """Raise if a tensor is not what it was, or a parameter holds values of a batch."""
+        """Raise if a tensor changed, or if a parameter has values of a batch."""
         counts = self._counts()
         self._looks += 1
         is_due = not self._looks % _LONGEST_WAIT or not self._looks & (self._looks - 1)
@@ -303,8 +303,8 @@ class FixedTensors:
             self._watch()
 
     def _counts(self) -> list[tuple[int, int]] | None:
-        """Which tensors stand where, and how often they were written to; of inference mode torch
-        does not count.
+        """Identities and version counters of the tensors; None if there is a tensor of inference
+        mode, which has no counter.
         """
         counts, is_counted = [], True
         for home in self._homes:
@@ -322,7 +322,7 @@ class FixedTensors:
         return counts if is_counted else None
 
     def _compare_values(self) -> None:
-        """Parameters may be frozen, unfrozen or moved; all else has to be what it was."""
+        """Raise if values differ; parameters may be frozen, unfrozen or moved."""
         now = _fixed(self._module)
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         for name in {**self.values, **now}:
@@ -348,17 +348,17 @@ class FixedTensors:
     def _watch(self) -> None:
         layers = self._module.modules()
         self._homes = [home for layer in layers for home in (layer._buffers, layer._parameters)]
-        # an id is of one tensor as long as that is alive
+        # an id is unique only while its tensor is alive
         self._alive = [t for home in self._homes for t in home.values() if t is not None]
-        for t in self._alive:  # no values of a batch may be written into it
+        for t in self._alive:  # a write of a batch's values into it is refused
             if (storage := _storage_of(t)) is not None:
                 setattr(storage, _PRIVATE, True)
         self._counted = self._counts()
 
 
 def same_values(before: Tensor, now: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN among them, in the device and dtype of
-    the second.
+    """Whether two tensors have the same values in the device and dtype of the second; NaN equals
+    NaN.
     """
     if before.shape != now.shape:
         return False
@@ -369,7 +369,9 @@ def same_values(before: Tensor, now: Tensor) -> bool:
 
 
 def _fixed(module: nn.Module) -> dict[str, Tensor]:
-    """Under all names of each, which moving the model may turn to tensors of their own."""
+    """Buffers and frozen parameters under all their names: moving a model may separate shared
+    tensors.
+    """
     parameters = module.named_parameters(remove_duplicate=False)
     return {
         **dict(module.named_buffers(remove_duplicate=False)),

@@ -1,14 +1,14 @@
-# ruff: noqa: SLF001 - Followed tensors and their batch are one thing
-"""Tensors of a batch that have a shape, and no values until ``backward()``.
+# ruff: noqa: SLF001 - this module has both Followed and Batch
+"""Tensors of a batch that have a shape, but no values until ``backward()``.
 
-What the private loader delivers, and what the private model makes of it, are :class:`Followed`
-tensors without storage and without an autograd graph of their own: the values are kept beside them,
-one row for each record. Only torch's Python functions look inside
-(:mod:`torch_dpbayes.per_sample.operations`). What avoids these (TorchScript, C++, ``torch.func``,
-DLPack, NumPy) meets ``__torch_dispatch__``, which refuses, or finds no storage.
+The batches of the private loader and the outputs of the private model are :class:`Followed`
+tensors. They have no storage and no autograd graph; an attribute has the values, one row for each
+record. Only torch's Python functions use the values (:mod:`torch_dpbayes.per_sample.operations`).
+Other code (TorchScript, C++, ``torch.func``, DLPack, NumPy) reaches ``__torch_dispatch__``, which
+raises an error, or finds no storage.
 
-The number of records in a batch is data, too. Until ``backward()`` every followed tensor shows the
-expected batch size in its place. Afterwards values, and the number of records, are ordinary.
+The number of records in a batch is private, too. Until ``backward()`` every followed tensor shows
+the expected batch size instead. Afterwards the values and the number of records can be read.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ REMEDIES = {
     ),
     "loss-reduced": (
         "After the mean you may multiply a loss by fixed Python numbers and add losses (no"
-        " GradScaler; what is not finite counts as zero). Compute everything else before the mean,"
-        " for each record"
+        " GradScaler; values that are not finite count as zero). Compute everything else before the"
+        " mean, for each record"
     ),
     "loss-rows": (
         "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss= that draws"
@@ -62,7 +62,7 @@ REMEDIES = {
 _NO_VALUES = "the batch has no values before backward(), and t.data = x makes t part of the batch"
 _HIDDEN_WEIGHT = "the library cannot see weight= of l1_loss"
 _WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
-# The number of records on meta tensors: a dimension that it divides is the one of the records.
+# The number of records of meta tensors: a dimension that it divides is that of the records.
 PRIME = 10007
 
 
@@ -73,13 +73,13 @@ class Batch:
     Args:
         shown: the number of records that followed tensors show, a public constant.
         run: runs a torch function on followed tensors of this batch while it is open.
-        randomness: what functions on followed tensors draw.
-        is_empty: no record was drawn; one synthetic record stands in, and counts as none.
+        randomness: random numbers for functions on followed tensors.
+        is_empty: no record was drawn; one synthetic record replaces the batch and counts as none.
 
     Attributes:
-        refusal: why a use of the batch was refused; then every further use is.
-        loss_reduction: what the loss has to do over the records, by the model's last pass.
-        leaves: the tensors that may receive a gradient, by the model's last pass.
+        refusal: why a use of the batch was refused; every further use is then refused, too.
+        loss_reduction: the required reduction of the loss, from the model's last pass.
+        leaves: the tensors that may receive a gradient, from the model's last pass.
     """
 
     shown: int
@@ -92,7 +92,7 @@ class Batch:
     leaves: Sequence[Tensor] = ()
 
     def close(self) -> None:
-        """Values are ordinary from now on, and may not come back into a loss."""
+        """From now on values can be read, and must not be used in a loss."""
         self.is_open, self.leaves = False, ()
 
     def refuse(self, what: str, code: str = "loss-mixes", remedy: str | None = None) -> LossError:
@@ -102,16 +102,16 @@ class Batch:
 
 
 class Followed(Tensor):
-    """A tensor of a batch whose every operation runs for each record alone.
+    """A tensor of a batch; all its operations run for each record alone.
 
     Args:
-        rows: the values, (records, \\*shape of one record as a batch of one); of a reduced loss
-            (records, \\*shape); of a sealed value a meta tensor of its shape.
+        rows: the values, (records, \\*shape of one record as a batch of one); for a reduced loss
+            (records, \\*shape); for a sealed value a meta tensor of its shape.
         batch: the batch that it belongs to.
         dim: the dimension of the records in the shape that it shows; None after a reduction.
         how: ``"mean"`` or ``"sum"`` after a reduction over the records, ``"sealed"`` for a value
-            that several records make.
-        value: of a sealed value, what it is after ``backward()``.
+            computed from several records.
+        value: returns a sealed value after ``backward()``.
     """
 
     _rows: Tensor
@@ -154,7 +154,7 @@ class Followed(Tensor):
         return self
 
     @classmethod
-    @torch.compiler.disable  # a backend would be given the values
+    @torch.compiler.disable  # a backend would receive the values
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
@@ -187,7 +187,7 @@ class Followed(Tensor):
                 raise value._batch.refuse(message)
         raise LossError(f"{message}. After backward() pass x.detach().", code="loss-mixes")
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:  # without torch's way to the same
+    def backward(self, *args: Any, **kwargs: Any) -> Any:  # without torch's dispatch
         return self.__torch_function__(Tensor.backward, (Followed,), (self, *args), kwargs)
 
     # loss += 1 is loss = loss + 1
@@ -203,13 +203,13 @@ class Followed(Tensor):
         return self.free().clone()
 
     def free(self) -> Tensor:
-        """The ordinary tensor, once ``backward()`` is over. It is a copy, in memory of its own: the
-        rows are what norms and sums of this step are made of.
+        """The ordinary tensor, after ``backward()``. It is a copy in separate memory, because norms
+        and sums of this step are computed from the rows.
         """
         if self._batch.is_open:
             raise self._batch.refuse("a batch is copied before backward()", "loss-number")
         if self._freed is None:
-            # inside a transform of torch.func the copy would be its own, and lose the mark
+            # inside a torch.func transform the copy would belong to it, and lose the mark
             with temporarily_clear_interpreter_stack():
                 self._freed = self._copied()
         return self._freed
@@ -238,7 +238,7 @@ def _in_place(rows: Tensor, dim: int) -> Tensor:
 
 
 def is_constant(value: Any, batch: Batch) -> bool:
-    """Whether a tensor has the number of rows that the batch shows, all equal."""
+    """Whether a tensor has as many rows as the batch shows (or a multiple), all equal."""
     return (
         isinstance(value, Tensor)
         and not holds_records(value)
@@ -250,7 +250,7 @@ def is_constant(value: Any, batch: Batch) -> bool:
 
 
 def shape_of(t: Tensor) -> Tensor:
-    """A tensor without values, of the shape and type of one record in dimension 0."""
+    """A tensor of zeros, with the shape and type of one record in dimension 0."""
     rows = t._rows[:1].flatten(0, 1) if isinstance(t, Followed) else t[:1] if t.dim() else t
     return torch.zeros((), dtype=t.dtype, device=t.device).expand(rows.shape)
 
@@ -265,7 +265,7 @@ def name_of(function: Any) -> str:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested values, and their nesting; arguments of a function quickly."""
+    """The leaves of nested values, and their nesting; fast for arguments of a function."""
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple:
         args, kwargs = value
         leaves = [*args, *(kwargs or {}).values()]
@@ -275,14 +275,14 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """Leaves, nested again."""
+    """The inverse of :func:`flatten`."""
     if type(spec) is tuple:
         count, names = spec
         return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
     return tree_unflatten(leaves, spec)
 
 
-# Types that hold no other values.
+# Types that contain no other values.
 _PLAIN = frozenset(
     (
         *(Tensor, Derived, Followed, nn.Parameter, int, float, bool, str, type(None)),

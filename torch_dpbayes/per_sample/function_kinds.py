@@ -1,11 +1,11 @@
-# ruff: noqa: SLF001 - of followed tensors
+# ruff: noqa: SLF001 - private attributes of followed tensors
 """Classify torch functions by what they do to a batch: by name, or by the shapes of their
 arguments.
 
 A function of unknown name is called on meta tensors with a prime number of records: a size of the
-result that the prime divides is the dimension of the records. Then the function of a few synthetic
-records is compared with that of each one as a batch of one, so that nobody gets another loss than
-written; privacy does not rest on the comparison. Equal arguments are looked at once.
+result that the prime divides is the dimension of the records. Then the result for a batch of a few
+synthetic records is compared with the results for each of them alone, so that no user gets another
+loss than written; privacy does not rest on the comparison. Equal arguments are checked only once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ METADATA = names(
     "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad requires_grad",
 )
 NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
-# No computation with the values.
+# Functions that do not compute with the values.
 SPECIAL = NUMBERS | names("grad grad_fn requires_grad_ _is_all_true backward __repr__ __str__")
-# To another place or type, also where tensors without values cannot go.
+# Conversions to another device or type. The rows are converted, not the tensor without values.
 TO_ELSEWHERE = names(
     "to cpu cuda pin_memory contiguous clone detach data float double half bfloat16 long int",
     "short char byte bool",
@@ -58,29 +58,29 @@ LOSSES = frozenset(
     for name in dir(F)
     if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
 ) | {"kl_div"}
-# Their mean divides by the weights that they are given.
+# Losses whose mean divides by the given weights.
 WEIGHTED = names("cross_entropy nll_loss mse_loss l1_loss")
-# Some of those that draw no random numbers.
+# Some functions that draw no random numbers.
 DRAW_NOTHING = (
     SPECIAL | LINEAR | SIZES | TO_ELSEWHERE | {f.__name__ for f in BY_ELEMENT | OF_CLASSES}
 )
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 
-# what is known, by function and shapes of arguments, and of how many functions
+# a cache by function and shapes of arguments, and its largest size
 _found: dict[Any, tuple[list[Tensor | None], bool, Any]] = {}
 _MOST_KEPT = 4096
 _ROWS_TRIED = 3  # synthetic records
-_TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
+_TOLERANCE = 1e-4  # relative and absolute; the order of a float32 reduction changes less
 
 
 @lru_cache(2048)
 def is_torchs(function: Any) -> bool:
-    """Whether a function that torch hands to followed tensors, or to a mode, is torch's own, and
-    none of the caller's that ``torch.overrides`` hands on: it is of C++, or stands in ``Tensor`` or
-    under its name in torch's module.
+    """Whether a function that torch passes to followed tensors, or to a mode, is torch's own and
+    not one of the caller's, passed by ``torch.overrides``. Torch's own functions are in C++, in
+    ``Tensor``, or in a torch module under their name.
     """
-    if function is torch.device:  # of which modes hear, too
+    if function is torch.device:  # modes receive it, too
         return True
     kind, home = type(function), str(getattr(function, "__module__", ""))
     own = function.__self__ if kind is MethodWrapperType else function
@@ -88,7 +88,7 @@ def is_torchs(function: Any) -> bool:
         return True
     if home.partition(".")[0] != "torch" or kind is not FunctionType:
         return home.partition(".")[0] == "torch" and kind is BuiltinFunctionType
-    # what boolean_dispatch makes, as F.max_pool2d, has only the latter of its place
+    # functions of boolean_dispatch, such as F.max_pool2d, can be found only by __name__
     for name in (function.__qualname__, function.__name__):
         with suppress(AttributeError):
             if attrgetter(name)(sys.modules[home]) is function:
@@ -108,8 +108,8 @@ def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor | None], bool, Any]:
-    """Meta tensors of the results for a prime number of records, whether the function of a batch is
-    that of its records, and how the results are nested.
+    """Meta tensors of the results for a prime number of records, whether the result for a batch is
+    made of the results for its records, and the nesting of the results.
     """
     key = function, spec, tuple(map(_described, leaves))
     if key not in _found:
@@ -186,7 +186,7 @@ def _is_row_by_row(function: Any, spec: Any, leaves: list[Any], metas: list[Tens
 
 
 class _FixedDraws(TorchDispatchMode):
-    """One number in place of random ones, which are others for a batch than for its records."""
+    """Constants instead of random numbers, which would differ between a batch and its records."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -198,7 +198,7 @@ class _FixedDraws(TorchDispatchMode):
 
 
 def _is_made_of(together: Tensor, meta: Tensor | None, rows: tuple[Tensor, ...]) -> bool:
-    """Whether the result of a batch has the results of its records as rows, or is their mean or
+    """Whether the result for a batch has the results for its records as rows, or is their mean or
     sum.
     """
     shape = () if meta is None else meta.shape

@@ -1,8 +1,8 @@
 """One interface to the sum of clipped per-sample gradients.
 
-This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1,
-C/‖g_i‖), which one record changes by at most C, and the number of records in the batch, which only
-the checks of ``release.py`` see.
+This is one of the three places that read data. It returns the vector Σ_i g_i·min(1, C/‖g_i‖), which
+one record changes by at most C, and the number of records in the batch, which only the checks of
+``release.py`` see.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COPIED = (
 )
 AVERAGED = (
     "the model is called through torch's DistributedDataParallel, which averages unclipped"
-    " gradients. Call the model that make_private returned; for several ranks"
+    " gradients. Call the model that make_private returned; for several ranks write"
     " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
 )
 TRAINED = (
@@ -47,18 +47,19 @@ class GradientSource(ABC):
     model.
 
     Args:
-        module: the model; it stays the user's own object. None: its hooks are the caller's.
-        loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
-        assume_independent: the user vouches that the loss keeps records apart; it is not followed.
+        module: the model; it stays the user's own object. None: the caller has added the hooks.
+        loss_reduction: ``"mean"`` or ``"sum"``, the reduction of the loss over the batch.
+        assume_independent: the user vouches that the loss keeps records apart; the loss is then
+            not tracked.
 
     Attributes:
         independence: how records are kept apart.
         follows: whether the model takes and returns followed tensors.
-        passes: how often the model ran forward for this step, while gradients are recorded.
-        is_empty: no record was drawn; a synthetic one stands in, and counts as none.
-        batch: what the model was given in this step.
-        randomness: what the model draws while it is mapped over records.
-        is_copy: it came with a copy of its model, and is only good for :meth:`remove`.
+        passes: the number of recorded forward passes in this step.
+        is_empty: no record was drawn; one synthetic record replaces the batch and counts as none.
+        batch: the batch of the model's input in this step.
+        randomness: random numbers for the model while it is mapped over records.
+        is_copy: it belongs to a copy of the model, and can only be removed.
     """
 
     follows = False
@@ -85,11 +86,11 @@ class GradientSource(ABC):
                 for p in module.parameters()
                 if (p.is_floating_point() or p.is_complex()) and not p.is_inference()
             ]
-            module.__dict__[_ATTRIBUTE] = self  # it, and a copy of it, can be made private again
+            module.__dict__[_ATTRIBUTE] = self  # make_private finds it here, and in a copy
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
-        """The source whose hooks ``module`` carries."""
+        """The source whose hooks are on ``module``."""
         source: GradientSource | None = module.__dict__.get(_ATTRIBUTE)
         return source
 
@@ -111,11 +112,11 @@ class GradientSource(ABC):
             named_parameters: the trainable parameters θ_1 … θ_P and their names for error messages.
             max_grad_norm: C > 0.
             out: P one-dimensional tensors, float32 or better; the p-th has ``θ_p.numel()`` entries.
-            scale: F, by which every gradient is divided before anything else, g_i ← g_i/F: the d
-                entries of all parameters one after another.
-            second_moment: where Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d × d) is added
-                as well. One record moves the former by at most C² in Euclidean norm, the latter by
-                at most C² in Frobenius norm.
+            scale: F, the d entries of all parameters one after another. Every gradient is first
+                divided by F: g_i ← g_i/F.
+            second_moment: a tensor to which Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d ×
+                d) is added. One record moves the former by at most C² in Euclidean norm, the latter
+                by at most C² in Frobenius norm.
 
         Returns:
             The number of records in the batch. It depends on the data: it must not leave the
@@ -136,8 +137,8 @@ class GradientSource(ABC):
 
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
-        library unless the records are public.
+        """Every record's ‖g_i‖₂ of the last backward pass. These norms are data: they must not
+        leave the library unless the records are public.
         """
         parts, device = self._checked(named_parameters), named_parameters[0][1].device
         if self.is_empty:
@@ -151,16 +152,16 @@ class GradientSource(ABC):
 
     @abstractmethod
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the gradients of the last backward pass; a forward pass that waits for its
-        backward pass stays intact.
+        """Forget the gradients of the last backward pass, but keep a forward pass that waits for
+        its backward pass.
         """
 
     @abstractmethod
     def discard(self, parameters: Iterable[Tensor]) -> None:
-        """Forget everything that forward and backward passes left behind."""
+        """Forget everything that forward and backward passes have stored."""
 
     def begin_pass(self, given: Iterable[Tensor]) -> None:
-        """The model runs forward, with these tensors, and its gradients are recorded."""
+        """Begin a recorded forward pass with these tensors."""
         for t in given:
             if not isinstance(t, Followed) and t.requires_grad:
                 raise LossError(TRAINED, code="loss-outside")
@@ -169,7 +170,7 @@ class GradientSource(ABC):
         self.passes += 1
 
     def remove(self) -> None:
-        """Take the hooks off the model again."""
+        """Remove the hooks from the model."""
         self._is_removed = True
         self.discard(())
         for handle in self._handles:
@@ -184,7 +185,7 @@ class GradientSource(ABC):
                 "the model was made private again: use the optimizer of the last make_private call",
                 code="step-removed",
             )
-        if self.passes > 1:  # rows of different records would add up
+        if self.passes > 1:  # it would add up rows of different records
             raise StepError(
                 f"the model was run forward {self.passes} times in training mode for one step:"
                 " evaluate under torch.no_grad() or model.eval(), and use one forward pass for"
@@ -208,18 +209,18 @@ class GradientSource(ABC):
     def _guarded(self, parameter: Tensor) -> Any:
         """A hook that stays when a parameter is frozen or unfrozen."""
         is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch takes no hook otherwise
+        parameter.requires_grad_(True)  # without it torch refuses the hook
         handle = parameter.register_post_accumulate_grad_hook(self._refuse_gradient)
         parameter.requires_grad_(is_trained)
         return handle
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
-        """Autograd computed an ordinary gradient as well: nobody may step on it."""
+        """Delete the ordinary gradient that autograd computed: no optimizer may use it."""
         parameter.grad = None
 
 
 def require_first_backward(is_again: bool) -> None:
-    """Raise in a backward pass that would be recorded twice, or by none."""
+    """Raise in a backward pass that would be recorded twice, or never."""
     if is_again:
         raise StepError(
             "backward() ran twice through one forward pass, or through that of an earlier batch:"
@@ -236,13 +237,13 @@ def require_first_backward(is_again: bool) -> None:
 
 # -- the clipped sum -------------------------------------------------------------------------------
 
-# A product over positions adds up terms, of size κ·‖g_i‖, that cancel down to ‖g_i‖. Norms are
-# known to 2⁻²⁴ of that size: in float32, and in float64, where a Gram matrix gives their squares.
-# Above κ = 2¹⁰ a record counts as longer than it is, as its terms over κ: the error of its norm,
-# and of its part of a sum in float32, stays below 6e-5 of the clip norm.
+# A product over positions adds up terms of total size κ·‖g_i‖, which cancel down to ‖g_i‖. The
+# error of a norm is 2⁻²⁴ of the terms' size: in float32, and in float64 for the squares from a Gram
+# matrix. Above κ = 2¹⁰ the norm counts as larger than it is, as the terms' size over 2¹⁰. So its
+# error, and that of the record's part of a sum in float32, stays below 6e-5 of the clip norm.
 _MOST_CANCELLED = 2.0**10
-# A gradient of an output is multiplied by its factor first. Beside an input near the end of float32
-# that is a subnormal number, rounded by up to 2⁻²²/C of the record: small clip norms take float64.
+# An output gradient is multiplied by its factor first. If the input is near the largest float32,
+# this product is subnormal, with an error up to 2⁻²²/C of the record: small clip norms use float64.
 _WIDE_BELOW = 2.0**-7
 
 
@@ -278,10 +279,10 @@ def add_clipped(
         largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
         norm = torch.maximum(norm, largest / _MOST_CANCELLED)
     factor = torch.div(constant(max_grad_norm, norm.dtype), norm).clamp_max_(1.0)
-    # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
-    # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
-    # more); where only they do, no record is found to be cut out. This is the one look at the
-    # records of a step, for which a GPU has to be waited for.
+    # 0·inf is nan: a record that is not finite has to be replaced by zeros, not scaled. So has a
+    # record so large that its factor is subnormal and may be rounded up. Squares overflow before
+    # either (C is 1e-12 or more); if only squares overflow, no record is replaced. This is the only
+    # number of the records that a step reads, and it waits for the GPU.
     if not math.isfinite(norm.dot(norm)):
         kept = factor >= torch.finfo(factor.dtype).tiny
         factor = torch.where(kept, factor, 0.0)
@@ -299,6 +300,6 @@ def add_clipped(
         weights = factor.to(second_moment.dtype)[:, None]
         for p, g in (found for part in parts for found in part.per_record().items()):
             if p in squares:
-                # clipped before they are squared, which large ones would not survive
+                # clipped before they are squared: squares of large ones would overflow
                 squares[p].add_((g.to(second_moment.dtype) * weights).square_().sum(0))
     return norm.shape[0]

@@ -1,4 +1,4 @@
-"""Per-sample gradients as Opacus' hooks leave them in ``p.grad_sample``, of whole batches.
+"""Per-sample gradients of whole batches, which Opacus' hooks store in ``p.grad_sample``.
 
 Nothing here keeps records apart: the user vouches that model and loss do.
 """
@@ -20,13 +20,13 @@ from .nested import map_tensors, tensors_in
 
 
 class HooksGradientSource(GradientSource):
-    """Per-sample gradients as Opacus' ``GradSampleHooks`` leave them in ``p.grad_sample``.
+    """Per-sample gradients that Opacus' ``GradSampleHooks`` store in ``p.grad_sample``.
 
     Args: as those of :class:`GradientSource`, and
-        is_vouched: the user vouches that records are independent; nothing is released without.
+        is_vouched: the user vouches that records are independent; otherwise nothing is released.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that
-    record i's gradient depends on record i alone, for which the user vouches.
+    record i's gradient depends on record i alone. The user vouches for this.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HooksGradientSource(GradientSource):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
         self.passes, self.is_empty = 0, False
-        # what else the caller's hooks keep is on modules that are not known here
+        # other data of the caller's hooks is on modules that are not known here
         if self._hooks is not None:
             self._hooks.forget_pass()
 
@@ -87,12 +87,12 @@ class HooksGradientSource(GradientSource):
 
 
 class _Hooks(GradSampleHooks):
-    """Opacus' hooks, which count forward passes, take empty batches, and leave padding alone."""
+    """Opacus' hooks. They also count forward passes, accept empty batches, and ignore padding."""
 
     def __init__(self, module: nn.Module, source: HooksGradientSource) -> None:
         super().__init__(module, loss_reduction=source.loss_reduction, strict=False)
         self._source = source
-        self._is_open = False  # inside a forward pass that is recorded
+        self._is_open = False  # whether a recorded forward pass is running
         self._of_passes = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -123,7 +123,7 @@ class _Hooks(GradSampleHooks):
         self._source.begin_pass(given)
         if not given or given[0].dim() == 0 or len(given[0]) > 0:
             return None
-        self._source.is_empty = True  # many layers fail on no records: one of ones stands in
+        self._source.is_empty = True  # many layers fail on 0 records: pass one of ones
         return map_tensors(
             (args, kwargs),
             lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t,
@@ -134,7 +134,7 @@ class _Hooks(GradSampleHooks):
         if not self._is_open:
             return None
         self._is_open = False
-        if output is None and self._source.passes == 1:  # it raised
+        if output is None and self._source.passes == 1:  # the forward pass failed
             self._source.discard(())
         elif self._source.is_empty:
             return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
@@ -162,7 +162,7 @@ class _Hooks(GradSampleHooks):
             require_first_backward(not getattr(module, "activations", None))
         super().capture_backprops_hook(module, *given, **options)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            # torch gives the padding row no gradient, Opacus does
+            # in torch the padding row has no gradient, but in Opacus it has
             records: Any = getattr(module.weight, "grad_sample", None)
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0

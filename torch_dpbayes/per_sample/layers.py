@@ -1,14 +1,13 @@
 """Kernels of layers: norms and sums of the terms that a layer adds to every record's gradient. They
 avoid the gradients themselves if that is cheaper.
 
-A layer's gradient of record i follows from what went into it, a_i, and the gradient of the loss
-with respect to what came out, g_i. For a linear layer over T positions it is Σ_t g_it a_itᵀ, of
-norm² Σ_ts (g_it·g_is)(a_it·a_is) (Goodfellow 2015 for T = 1; Li et al. 2022), and the weighted sum
-over records is the product (c∘g)ᵀa that autograd would have computed with c = 1 (Bu et al. 2023).
-Where T² is large beside the number of weights, per-record gradients are cheaper than the Gram
-matrices.
+A layer's gradient of record i is computed from its input a_i and from g_i, the gradient of the loss
+with respect to its output. For a linear layer over T positions the gradient is Σ_t g_it a_itᵀ, and
+its norm² is Σ_ts (g_it·g_is)(a_it·a_is) (Goodfellow 2015 for T = 1; Li et al. 2022). The weighted
+sum over records is the product (c∘g)ᵀa; autograd computes it with c = 1 (Bu et al. 2023). If T² is
+large compared to the number of weights, per-record gradients are cheaper than the Gram matrices.
 
-Which way is taken depends on shapes and on the device alone.
+The choice depends only on shapes and on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .contributions import (
     weighted,
 )
 
-# one call of a layer: what went in, and the gradient of what came out
+# one call of a layer: its input, and the gradient of its output
 Call = tuple[Tensor, Tensor]
 
 
@@ -77,7 +76,7 @@ def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     if is_kept or part.weight is None:
         with arithmetic.tf32(g.device) if is_reduced(g) else nullcontext():
             return PerRecord(part.instantiated(a, g, part.way))
-    # Gram matrices have a bound that only float32 keeps
+    # the error bound of Gram matrices needs float32
     part.is_reduced = is_reduced(g) and part.way != "gram"
     if part.is_reduced and g.dtype == torch.float32:
         part.inputs, part.backprops = part.held = arithmetic.cut(a), arithmetic.cut(g)
@@ -95,7 +94,7 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
 
     def summed(t: Tensor) -> Tensor:
-        """Over everything but the records and the parameter's own numbers."""
+        """The sum over all dimensions except records and those of the parameter."""
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             return t.reshape(len(t), -1, math.prod(module.normalized_shape)).sum(1)
         return t.flatten(2).sum(2) if t.dim() > 2 else t
@@ -116,12 +115,12 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 
 
 class Convolution(Product):
-    """A convolution, held as what went in, padded, and the gradient of what came out, where its
-    per-record gradients are too large to be kept.
+    """A convolution, stored as its padded input and the gradient of its output, because its
+    per-record gradients are too large to be stored.
 
-    Where its norms are found in TensorFloat-32, the record's gradient is that of its inputs and
-    output gradients cut to that type: products of these are exact, in the norm as in the sum, which
-    is made in float32.
+    If its norms are computed in TensorFloat-32, inputs and output gradients are truncated to this
+    type, for the record's gradient, too. Their products are then exact, in the norm and in the sum,
+    which is computed in float32.
     """
 
     is_reduced, way = False, "unfold"
@@ -134,7 +133,7 @@ class Convolution(Product):
         self.kernel, self.stride = module.kernel_size, module.stride
         self.dilation, self.groups = module.dilation, module.groups
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        # torch pads by zeros itself where both sides are alike
+        # torch itself pads by zeros if both sides are equal
         is_even = mode == "constant" and not isinstance(module.padding, str)
         self.padding = [int(p) for p in module.padding] if is_even else [0] * len(self.kernel)
         pad = [] if is_even else list(module._reversed_padding_repeated_twice)
@@ -143,7 +142,7 @@ class Convolution(Product):
         super().__init__(inputs, backprops.contiguous())
 
     def weight_gradient(self, inputs: Tensor, backprops: Tensor, records: int = 1) -> Tensor:
-        """Σ over all rows; with ``records`` > 1 these are channels and the groups of one
+        """Σ over all rows. With ``records`` > 1, records are channels and groups of one
         convolution.
         """
         like = backprops.new_empty(1).expand(self.shape[0] * records, *self.shape[1:])
@@ -166,8 +165,8 @@ class Convolution(Product):
         return view.reshape(len(view), self.groups, columns, -1)
 
     def _as_linear(self, inputs: Tensor, backprops: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and gradients as those of a linear layer over positions, a row for each record
-        and group, some records at a time.
+        """Inputs and output gradients of the equivalent linear layer over positions: a row for each
+        record and group, some records at a time.
         """
         positions = backprops[0, 0].numel()
         numbers = self.numel // self.shape[0] * self.groups * positions  # of the unfolded input
@@ -176,8 +175,8 @@ class Convolution(Product):
             yield u, g.reshape(len(u), -1, positions).transpose(1, 2)
 
     def instantiate(self, inputs: Tensor, backprops: Tensor, way: str) -> Iterator[Tensor]:
-        """Per-record gradients of the weight, (records, numel), some records at a time; in the type
-        of the layer, so that their norms have to be taken of what is found here.
+        """Per-record gradients of the weight, (records, numel), some records at a time. They are
+        rounded to the layer's type, so norms must be computed from these gradients.
         """
         if way == "grouped":
             numbers = max(self.numel, inputs[0].numel())
@@ -220,8 +219,8 @@ class Convolution(Product):
         return norms, sizes
 
     def _of_gradients(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-        """Every record's norm of the weight's gradient, and at least the sum of the norms of its
-        terms.
+        """Every record's norm of the weight's gradient, and an upper bound of the sum of the norms
+        of its terms.
         """
         gradients = self.instantiate(inputs, backprops, self.way)
         norms = [torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in gradients]
@@ -229,14 +228,14 @@ class Convolution(Product):
             torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide(t))
             for t in (inputs, backprops)
         )
-        # how many positions an input takes part in
+        # the number of positions that use an input
         overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
         return beside(norms), of_inputs * of_outputs * math.sqrt(overlap)
 
     def _of_gram(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         assert self.weight is not None
         found = [Outer(self.weight, None, u, g) for u, g in self._as_linear(inputs, backprops)]
-        norms = [part.norm() for part in found]  # and with them sizes
+        norms = [part.norm() for part in found]  # this sets part.size, too
         sizes = [part.size for part in found if part.size is not None]
         norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
@@ -250,16 +249,16 @@ class Convolution(Product):
 
 
 def is_reduced(backprops: Tensor) -> bool:
-    """Whether a convolution's products run in TensorFloat-32, which holds what half types do."""
+    """Whether a convolution's products run in TensorFloat-32, which is exact for half types."""
     if backprops.dtype in (torch.float16, torch.bfloat16):
         return arithmetic.machine_of(backprops.device).is_accelerator
     return backprops.dtype == torch.float32 and arithmetic.allows_tf32(backprops.device)
 
 
-# -- the forward passes, on whole batches. Torch's functions of C++ alone run: no code of the
-# caller's, put in the place of a function of Python, sees more than one record.
+# -- the forward passes, on whole batches. They call only torch's C++ functions: if the caller
+# replaced a Python function, that code never sees more than one record.
 
-_torch: Any = torch._C._VariableFunctions  # noqa: SLF001 - of the same names in torch
+_torch: Any = torch._C._VariableFunctions  # noqa: SLF001 - the same names as in torch
 _linear: Any = torch._C._nn.linear
 _pad: Any = torch._C._nn.pad
 _CONVOLVE = {1: _torch.conv1d, 2: _torch.conv2d, 3: _torch.conv3d}
@@ -309,11 +308,11 @@ class Kind(NamedTuple):
     """The rules of book-keeping for one kind of layer.
 
     Attributes:
-        kernel: what a call of it adds to every record's gradient.
+        kernel: computes the contribution of its calls to every record's gradient.
         run: ``(layer, input, weight, bias)``, its forward pass.
-        forward: torch's own of the class; a class with another is another kind.
-        row_dimensions: how many dimensions one row has that goes in: a number, or a function of the
-            layer and of the shape that one record gives to it.
+        forward: torch's ``forward`` of the class; a class with another one is another kind.
+        row_dimensions: the number of dimensions of one input row: a number, or a function of the
+            layer and of the shape of one record's input.
         has_positions: whether further dimensions are positions of one record.
     """
 
@@ -328,7 +327,7 @@ def _of_shape(module: Any, _given: Sequence[int]) -> int:
     return len(module.normalized_shape)
 
 
-# A new kind of layer is two functions above and a line here.
+# A new kind of layer needs two functions above and a line here.
 KINDS: dict[type[nn.Module], Kind] = {
     kind: Kind(kernel, run, kind.forward, *rest)
     for kind, kernel, run, *rest in (
@@ -349,8 +348,8 @@ KINDS: dict[type[nn.Module], Kind] = {
 
 
 def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> int | None:
-    """The number of rows that one record has in dimension 0 of a layer's input, whose shape is
-    ``given``. None if it has no row dimension, or if its rows are positions of the record.
+    """The number of rows of one record in dimension 0 of a layer's input with shape ``given``. None
+    if the input has no row dimension, or if its rows are positions of the record.
     """
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):
@@ -359,16 +358,16 @@ def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> int | None:
     return given[0] if is_row else None
 
 
-# What the forward pass of a layer of transformers calls, a linear layer with a transposed weight; a
-# version with another runs in the map.
+# The names in the forward pass of Conv1D of transformers, a linear layer with a transposed weight.
+# A version with other names runs inside the map.
 _CONV1D = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
 _PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether this is exactly a known kind of layer, which is trained, with a weight of its own (of
-    which torch's pruning makes an attribute), no code of its own and no option that sees the whole
-    batch.
+    """Whether this is exactly a known kind of layer: it is trained, its weight is a parameter (and
+    not an attribute, as with torch's pruning), it has no code of its own, and no option that sees
+    the whole batch.
     """
     kind: Any = type(module)
     theirs: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
@@ -391,10 +390,10 @@ def is_known(module: nn.Module) -> bool:
     )
 
 
-# Per-record gradients are kept where they have at most so many times the numbers of the inputs and
-# output gradients, which the step would hold in their place: with them, a step takes no more memory
-# than these many times a plain step's activations. Matrices of more numbers have fewer positions
-# than 1.6 times the mean width, for which Gram matrices are cheaper.
+# Per-record gradients are kept if their size is at most this multiple of the size of inputs and
+# output gradients, which would be stored instead. So a step needs at most this multiple of a plain
+# step's memory for activations. For larger gradients positions·widths < weights, so Gram matrices
+# are cheaper.
 _KEPT = 1.6
 
 
@@ -417,7 +416,7 @@ def choose_convolution(
     """
     machine, positions = arithmetic.machine_of(backprops.device), backprops[0, 0].numel()
     is_kept = weights <= _KEPT * (inputs[0].numel() + backprops[0].numel())
-    columns = weights // backprops.shape[1]  # of the unfolded input, for each group
+    columns = weights // backprops.shape[1]  # of the unfolded input, per group
     products, unfolded = positions * weights, columns * groups * positions * machine.unfold
     times = {"unfold": products + unfolded + weights * machine.write}
     if machine.is_accelerator:

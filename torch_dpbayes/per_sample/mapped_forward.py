@@ -1,9 +1,9 @@
-# ruff: noqa: SLF001 - the rows of followed tensors go into the map here, and nowhere else
+# ruff: noqa: SLF001 - only this module puts the rows of followed tensors into the map
 """The forward pass of a private model: the model's own program, run for each record alone.
 
-The arguments are taken apart into tensors with a row for each record. The model runs on one row at
-a time as far as its program can tell (:mod:`torch_dpbayes.per_sample.record_map`), and what it
-returns is put together again. A scalar that the model returns is the loss of one record.
+The arguments are split into tensors with a row for each record. The model's program sees one row at
+a time (:mod:`torch_dpbayes.per_sample.record_map`), and its results are stacked again. If the model
+returns a scalar, it is the loss of one record.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ReplacedForward(ABC):
     def __init__(self, module: nn.Module) -> None:
         self.module, self.own = module, module.__dict__.get("forward")
         # no bound methods: accelerate would bind the first to the module, and pickle would look up
-        # the second by its name, which is taken
+        # the second by its name, and find the replacement
         self.original: Callable[..., Any] = self.own or partial(type(module).forward, module)
         module.__dict__["forward"] = partial(self.forward)
 
@@ -80,7 +80,7 @@ class MappedForward(ReplacedForward):
 
     Args:
         module: the model, whose ``forward`` is replaced. Hooks on it see followed tensors.
-        source: what records, and says when.
+        source: the gradient source that records, if it is recording.
         direct: trainable parameters that take part in the map themselves, with a copy for each
             record.
         loss: ``(output, *targets) -> scalar`` of one record, for :meth:`private_loss`.
@@ -88,8 +88,8 @@ class MappedForward(ReplacedForward):
     Attributes:
         around: a context in which the program of one record runs, used again in each pass.
         pending: a check of the model that waits for the shapes of its arguments.
-        is_checking: on synthetic records.
-        rows_of_scalars: which outputs have one number for each record, and are no losses.
+        is_checking: whether the model runs on synthetic records.
+        rows_of_scalars: which outputs have one number for each record, and are not losses.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class MappedForward(ReplacedForward):
                 )
             return self._mapped(given, args, kwargs, targets)
         except BaseException as error:
-            if source.passes == 1:  # no other waits for its backward pass
+            if source.passes == 1:  # no other forward pass waits for its backward pass
                 source.discard(())
             if self.is_checking:
                 raise
-            for t in _followed_in(args, kwargs):  # what one record caused chooses no pass
+            for t in _followed_in(args, kwargs):  # no second try: one record may cause the error
                 t._batch.refusal = t._batch.refusal or "the forward pass failed"
             if isinstance(error, DPBayesError) or not isinstance(error, (IndexError, RuntimeError)):
                 raise
@@ -207,7 +207,7 @@ class MappedForward(ReplacedForward):
         def of_one(slices: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             tensors: Sequence[Tensor] = slices
-            if len(rows) < len(given.tensors):  # of a followed tensor dim() is slow
+            if len(rows) < len(given.tensors):  # dim() is slow on a followed tensor
                 mapped = iter(slices)
                 tensors = [
                     next(mapped) if isinstance(t, Followed) or t.dim() > 0 else t
@@ -250,14 +250,14 @@ class MappedForward(ReplacedForward):
         return result.rebuilt(outputs)
 
     def _around(self) -> AbstractContextManager[Any]:
-        """The context in which the modules run as they are written. It raises if a module has
-        something that a map cannot restrict to one record.
+        """The context in which compiled modules run eagerly. Raises if a module has something that
+        a map cannot restrict to one record.
         """
         is_compiled = False
-        made: list[tuple[nn.Module, str]] = []  # by torch's own code, in every pass
+        made: list[tuple[nn.Module, str]] = []  # attributes that torch sets in every pass
         modules: list[nn.Module | None] = [self.module]
         seen: set[nn.Module] = set()
-        for module in modules:  # modules() calls itself for each
+        for module in modules:  # faster than modules(), which is recursive
             if module is None or module in seen:
                 continue
             seen.add(module)
@@ -292,7 +292,7 @@ class MappedForward(ReplacedForward):
         return _as_written(self.around, is_compiled, made) if is_compiled or made else self.around
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
-        """The batch, the rows of all tensors with dimensions, and how many records there are."""
+        """The batch, the rows of all tensors with dimensions, and the number of records."""
         if not self.source.follows:
             return None, *self._vouched_rows(tensors)
         batch: Batch | None = None
@@ -323,12 +323,12 @@ class MappedForward(ReplacedForward):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
-                # memory of its own for each record, into which the model may write
+                # separate memory for each record: the model may write into it
                 rows.append(each.expand(n, *each.shape).clone())
         return batch, rows, n
 
     def _vouched_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Rows of ordinary tensors, where the user vouches for the loss."""
+        """Rows of ordinary tensors, if the user vouches for the loss."""
         sizes = {len(t) for t in tensors if t.dim() > 0}
         if len(sizes) != 1:
             raise CannotBeMapped(
@@ -363,7 +363,7 @@ class MappedForward(ReplacedForward):
         )
 
 
-# what may be added to a module that matters to a map
+# attributes of a module that matter to a map
 _ADDED = ("_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks", "_compiled_call_impl")
 
 
@@ -373,7 +373,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
-    """Run compiled modules as they are written; a map is nothing that a compiler can see."""
+    """Run compiled modules eagerly: torch's compiler does not support the map."""
     is_compiled = any(map(_is_compiled, module.modules()))
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
@@ -382,8 +382,8 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 def _as_written(
     around: AbstractContextManager[Any], is_compiled: bool, made: list[tuple[nn.Module, str]]
 ) -> Iterator[None]:
-    """Compiled modules run as they are written. Modules get back what torch's own code sets on them
-    in every pass: weights under ``torch.nn.utils.prune``, lists of weights of recurrent layers.
+    """Run compiled modules eagerly. Afterwards, restore the attributes that torch sets in every
+    pass: weights under ``torch.nn.utils.prune``, lists of weights of recurrent layers.
     """
     before = [(module, name, vars(module).get(name)) for module, name in made]
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
@@ -394,7 +394,7 @@ def _as_written(
 
 
 def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: bool) -> None:
-    """Raise unless the result for one record is of tensors with one row each."""
+    """Raise unless the result for one record consists of tensors with one row each."""
     if not tensors:
         raise CannotBeMapped(
             f"its output is of type {type(output).__name__}, which contains no tensor: return"
@@ -411,7 +411,7 @@ def _followed_in(*given: Any) -> list[Followed]:
 
 
 def _scalar(loss: Any) -> Tensor:
-    with torch._C.DisableTorchFunction():  # a look through a map takes long
+    with torch._C.DisableTorchFunction():  # attributes are slow to read through a map
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
             return loss.reshape(())
     what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -423,8 +423,8 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def undivided(output: Tensor, loss_reduction: str) -> Tensor:
-    """The output, of which each row's gradient goes on as if that record were alone: a mean
-    divides it by their number.
+    """The output; in the backward pass each row gets the gradient of its record alone, because the
+    division by the number of records is undone.
     """
     if loss_reduction == "sum" or not output.requires_grad:
         return output

@@ -2,8 +2,8 @@
 gradients.
 
 Privacy does not rest on the comparison: a model that runs for each record alone cannot mix records.
-It finds faults of book-keeping, and models that compute something else for one record than for a
-batch.
+The comparison finds errors of book-keeping, and models whose result for one record differs from
+their result for a batch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _INSTEAD = (
     ' assume_independent_records=True, grad_sample_mode="hooks")'
 )
 _RECORDS = 2
-_TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by rounding
-# Relative to the gradient of a record. Faults of book-keeping are gross; rounding is not.
+_TRIES = 3  # with fresh synthetic records: rounding may switch a ReLU
+# Relative to the gradient of a record. Errors of book-keeping are large; rounding is not.
 _ROOM = 0.02
 
 
 def check_layers(module: nn.Module) -> None:
-    """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients."""
+    """Raise if the model is in eval mode, or if a layer cannot have per-sample gradients."""
     if not module.training:
         raise ModelError(
             "the model is in eval mode, so no per-sample gradients are recorded: call"
@@ -53,7 +53,7 @@ def check_layers(module: nn.Module) -> None:
                 code="model-lazy",
             )
     for name, layer in module.named_modules():
-        # torch's own classes only: what a subclass does shows in the map
+        # torch's own classes only: the map checks what a subclass does
         is_norm = isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn.")
         if isinstance(layer, torch.jit.ScriptModule):
             reason = "is compiled by TorchScript, so it cannot be inspected: use the module itself"
@@ -73,12 +73,12 @@ def check_layers(module: nn.Module) -> None:
 
 _DRAWS = frozenset("rand randn randint rand_like randn_like randint_like bernoulli".split())
 _DRAWS_IN_PLACE = frozenset("bernoulli_ normal_ uniform_ exponential_".split())
-# where the probability of dropout stands among the arguments
+# the position of the dropout probability among the arguments
 _DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
 
 class _WithoutRandomness(TorchFunctionMode):
-    """Random numbers are constants, and dropout drops nothing."""
+    """Replaces random numbers by constants, and switches dropout off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -100,11 +100,11 @@ class _WithoutRandomness(TorchFunctionMode):
 def check_model(
     module: nn.Module, source: BookkeepingGradientSource, ways: Sequence[tuple[Any, ...]]
 ) -> None:
-    """Look at the model now if it runs with arguments of one of these shapes, else at its first
-    pass, when the shapes are known.
+    """Check the model now if it runs with arguments of one of these shapes, else at its first pass,
+    when the shapes are known.
 
     Mapped outputs and gradients of a few synthetic records are compared with those of the same
-    records alone. The model is left as it was found.
+    records alone. The model is not changed.
     """
 
     def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def check_model(
             try:
                 with torch.no_grad(), source.paused(), uncompiled(module):
                     output_of(module, synthetic(way, _RECORDS, generator))
-            except Exception:  # of the model: it takes its inputs in another way
+            except Exception:  # the model needs its inputs in another way
                 continue
             _Comparison(module, source, way).run()
             return
@@ -127,7 +127,7 @@ def check_model(
 
 @contextmanager
 def _left_as_found(module: nn.Module) -> Iterator[None]:
-    """Generators, gradients, parameters and buffers of the caller's."""
+    """Restore the caller's generators, gradients, parameters and buffers at the end."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     grads = [(p, p.grad) for p in module.parameters()]
     values = [(t, t.detach().clone()) for t in (*module.parameters(), *module.buffers())]
@@ -145,14 +145,14 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
 
 
 class _Run(NamedTuple):
-    """Outputs of some synthetic records, and gradients of a linear loss of them."""
+    """Outputs for some synthetic records, and gradients of a linear loss of these outputs."""
 
     outputs: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
 
 
 class _Comparison:
-    """Synthetic records of the arguments' shapes in the map, and each by itself."""
+    """Compares synthetic records of the arguments' shapes in the map with each record alone."""
 
     def __init__(
         self, module: nn.Module, source: BookkeepingGradientSource, arguments: tuple[Any, ...]
@@ -162,7 +162,7 @@ class _Comparison:
         self.parameters = [p for _, p in self.named]
 
     def run(self) -> None:
-        """Compare; parameters that are used outside of their layers move into the map."""
+        """Compare, and move parameters that are used outside of their layers into the map."""
         self.source.mapped.is_checking = True
         try:
             self._require_equal()
@@ -182,7 +182,7 @@ class _Comparison:
             self.source.mapped.is_checking = False
 
     def _require_equal(self) -> None:
-        """Raise where mapped outputs and gradients are not those of records alone."""
+        """Raise if mapped outputs or gradients are not those of the records alone."""
         generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
         before = {name: b.detach().clone() for name, b in self.module.named_buffers()}
         for _ in range(_TRIES):
@@ -210,7 +210,7 @@ class _Comparison:
 
     def _difference(self, mapped: _Run, k: int, alone: _Run | None) -> str | None:
         """What differs between record k in a batch and this record alone; None if nothing does."""
-        # it draws numbers that cannot be switched off, or is not made for synthetic records
+        # the model has randomness that cannot be switched off, or fails on synthetic records
         if alone is None or not all(bool(t.isfinite().all()) for t in alone.outputs):
             return None
         is_coarse = any(
@@ -237,11 +237,11 @@ class _Comparison:
             yield
 
     def _rows_of_scalars(self, inputs: tuple[Any, ...]) -> tuple[bool, ...]:
-        """Which outputs have one number for each record, and so no dimension of its own for one."""
+        """Which outputs have one number per record, and so no dimension beside the records."""
         with torch.no_grad(), self._by_itself():
             try:
                 return tuple(t.dim() == 1 for t in Nested(output_of(self.module, inputs)).tensors)
-            except Exception:  # the model is not run on batches
+            except Exception:  # the model cannot run on batches
                 return ()
 
     def _mapped(self, inputs: tuple[Any, ...]) -> tuple[_Run, Sequence[Tensor]]:
@@ -275,7 +275,7 @@ class _Comparison:
             true = torch.stack([_norm(g, 1) for g in gradients]).norm(dim=0)
             norms = source.norms(self.named)
             wrong = (norms - true).abs() > _ROOM * true + 1e-6
-            if bool((wrong & norms.isfinite()).any()):  # others are cut out
+            if bool((wrong & norms.isfinite()).any()):  # a step replaces the others by zero
                 raise ModelError(
                     "the norms of per-sample gradients are wrong. This is a bug of the library:"
                     ' use grad_sample_mode="vmap", and please report the model',
@@ -287,11 +287,11 @@ class _Comparison:
             source.discard(self.parameters)
 
     def _alone(self, inputs: tuple[Any, ...], weights: Sequence[Tensor]) -> _Run | None:
-        """One record, by ordinary autograd; None where two runs differ, or one fails."""
+        """One record, by ordinary autograd; None if two runs differ, or if one fails."""
         with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
             try:
                 first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
-            except (RuntimeError, ValueError, IndexError):  # on values that no record has
+            except (RuntimeError, ValueError, IndexError):  # for values that no real record has
                 return None
             for a, b in zip(first, second, strict=True):
                 if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
@@ -313,11 +313,11 @@ def _norm(t: Tensor, dim: int | None = None) -> Tensor:
 
 def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
     distance = float(_norm(found - true))
-    return not distance > room * (length + 1e-6)  # nor where something is not finite
+    return not distance > room * (length + 1e-6)  # also true if the distance is NaN
 
 
 def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
-    """The values of an output, records first; of a loss one for each record."""
+    """The values of an output, with records first; for a loss, one value for each record."""
     rows = getattr(t, "_rows", None)
     if rows is None:
         return t if t.dim() > 0 else (t * _RECORDS if loss_reduction == "mean" else t)[None]
@@ -326,8 +326,8 @@ def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
 
 @contextmanager
 def _blamed(module: nn.Module) -> Iterator[None]:
-    """An error inside is a reason why the model cannot be mapped, with the innermost module
-    in which it came up.
+    """Convert an error inside to one that says why the model cannot be mapped, and names the
+    innermost module of the error.
     """
     running: list[str] = []
     handles = []

@@ -15,14 +15,12 @@ from ..errors import ArgumentTypeError
 from .followed import flatten, unflatten
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
-# Types that hold neither tensors nor other values.
+# Types that contain neither tensors nor other values.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device)
 
 
 def _items(value: Any) -> dict[Any, Any] | None:
-    """The values in a tuple, list, mapping or dataclass, by place or name; None for anything
-    else.
-    """
+    """The values in a tuple, list, mapping or dataclass, by index or name; None for other types."""
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     if isinstance(value, _PLAIN):
@@ -35,7 +33,7 @@ def _items(value: Any) -> dict[Any, Any] | None:
 
 
 def _holds_items_only(value: Any, items: Mapping[Any, Any]) -> bool:
-    """Whether a container keeps nothing else, as a cached property made of all records."""
+    """Whether a container has nothing else, such as a cached property made of all records."""
     return getattr(value, "__dict__", {}).keys() <= {
         *items,
         *getattr(value, "__dataclass_fields__", ()),
@@ -49,7 +47,7 @@ def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
         if isinstance(value, (tuple, list)):
             return kind(*items.values()) if hasattr(value, "_fields") else kind(items.values())
         is_mapping = isinstance(value, Mapping)
-        if not _holds_items_only(value, items):  # what else it keeps may be made of old tensors
+        if not _holds_items_only(value, items):  # its other attributes may be made of old tensors
             return kind(items) if is_mapping else kind(**items)
         whole: Any = copy.copy(value)
         for key, child in items.items():
@@ -59,15 +57,15 @@ def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
                 object.__setattr__(whole, key, child)
     except Exception as error:
         raise ArgumentTypeError(
-            f"a {kind.__name__} cannot hold other tensors than its own ({type(error).__name__}):"
+            f"the tensors in a {kind.__name__} cannot be replaced ({type(error).__name__}):"
             " use tuples, lists, dicts or dataclasses of tensors"
         ) from None
     return whole
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep
-    their types.
+    """Apply ``function`` to every tensor in nested tuples, lists, mappings and dataclasses; these
+    keep their types.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -77,7 +75,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def nesting_of(value: Any) -> Any:
-    """The types and names of what holds other values, and which of the others are tensors."""
+    """The types and names of the containers, and which of the other values are tensors."""
     items = None if isinstance(value, Tensor) else _items(value)
     if items is None:
         return isinstance(value, Tensor)
@@ -85,7 +83,7 @@ def nesting_of(value: Any) -> Any:
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """The tensors that :func:`map_tensors` finds, and what holds no other values."""
+    """The tensors that :func:`map_tensors` finds, and all other values except containers."""
     items = None if isinstance(value, Tensor) else _items(value)
     if items is None:
         yield value
@@ -95,28 +93,27 @@ def leaves_in(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors among them."""
+    """The tensors of :func:`leaves_in`."""
     for leaf in leaves_in(value):
         if isinstance(leaf, Tensor):
             yield leaf
 
 
 class Nested:
-    """A value taken apart into its tensors and the rest, to be put together again with other
-    tensors.
+    """A value split into its tensors and the rest, to be rebuilt with other tensors.
 
     Attributes:
-        tensors: those found, in order.
-        is_plain: it is a call's arguments and named arguments, and no container is among them.
-        strangers: what is neither a tensor nor a plain value, and may hold tensors unseen. They are
-            put back, or None in their place.
+        tensors: the tensors found, in order.
+        is_plain: the value is a call's arguments and named arguments, without containers.
+        strangers: objects that are neither tensors nor plain values, and may contain tensors.
+            ``rebuilt`` puts them back, or None instead.
     """
 
     def __init__(self, value: Any, *, keeps_strangers: bool = True) -> None:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
-        self._spec: Any = None  # of a call's arguments, none of which holds others
+        self._spec: Any = None  # of a call's arguments without containers
         leaves: list[Any] = []
         if type(value) is tuple and len(value) == 2 and type(value[1]) is dict:
             leaves, spec = flatten(value)
@@ -151,11 +148,11 @@ class Nested:
         return map_tensors(self._shell, lambda _: next(remaining))
 
 
-_PLACE = torch.empty(0)  # of a tensor
+_PLACE = torch.empty(0)  # marks the place of a tensor
 
 
 def holds_plain_sequence(value: Any) -> bool:
-    """Whether several numbers or texts stand in a container: one for each record, most likely."""
+    """Whether a container has several numbers or texts: most likely one for each record."""
     items = None if isinstance(value, (Tensor, torch.Size)) else _items(value)
     if not items:
         return False
@@ -170,18 +167,18 @@ def holds_plain_sequence(value: Any) -> bool:
 
 
 class Keywords(dict[str, Any]):
-    """Arguments that are given by name, after all others."""
+    """The keyword arguments, after all others."""
 
 
 def output_of(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-    """``module`` of ``arguments``, of which the last may be :class:`Keywords`."""
+    """Call ``module`` with ``arguments``; the last one may be :class:`Keywords`."""
     if arguments and isinstance(arguments[-1], Keywords):
         return module(*arguments[:-1], **arguments[-1])
     return module(*arguments)
 
 
 def named_inputs(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a mapping whose names ``module`` takes."""
+    """The values of a mapping whose names ``module`` accepts."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(batch)
@@ -190,10 +187,10 @@ def named_inputs(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
-    """Arguments as ``module`` may be meant to take such a batch, the likeliest first.
+    """The ways in which ``module`` may accept such a batch, the most likely one first.
 
-    A tuple or list holds the model's inputs followed by the target. A mapping is passed by name,
-    with or without the target, or as it is. For all else the first pass shows the shapes.
+    A tuple or list contains the model's inputs, then the target. A mapping is passed by name, with
+    or without the target, or as one argument. In all other cases the first pass shows the shapes.
     """
     if not isinstance(batch, Mapping):
         if not isinstance(batch, (tuple, list)):
@@ -216,7 +213,7 @@ def synthetic(arguments: tuple[Any, ...], rows: int, generator: torch.Generator)
         shape = (rows, *t.shape[1:])
         if t.is_floating_point():
             made = torch.randn(shape, generator=generator)
-        else:  # classes and tokens of the smallest vocabulary there is
+        else:  # classes and tokens of the smallest possible vocabulary
             made = torch.randint(2, shape, generator=generator)
         return made.to(t.dtype).to(t.device)
 
@@ -229,8 +226,8 @@ def rows_of(arguments: tuple[Any, ...], row: int) -> tuple[Any, ...]:
 
 
 def synthetic_row(t: Tensor) -> Tensor:
-    """A record of such rows: zeros, or numbers in between, which are probabilities, and entries of
-    matrices that have an inverse, and a factor.
+    """A record with the shape of these rows. Integers are zero. Floats are in (0, 1), so they are
+    valid probabilities; square matrices are invertible and have a Cholesky factor.
     """
     made = t.new_zeros(1, *t.shape[1:])
     if t.is_floating_point():

@@ -61,7 +61,7 @@ class Delivery:
 
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or t.shape[0] != records:
-                return derived(t)  # made of several records by collate_fn
+                return derived(t)  # collate_fn made it from several records
             if holds_records(t):
                 raise LossError(
                     "the loader delivers values of an earlier batch (kept by the data set or"
@@ -181,7 +181,7 @@ class _Operation:
         name, first, batch = self.name, self.followed[0], self.batch
         if name == "grad" and not isinstance(self.function, FunctionType):
             return None
-        if name == "_is_all_true":  # asked by torch.distributions, to raise an error
+        if name == "_is_all_true":  # torch.distributions would raise an error otherwise
             return torch.tensor(True)
         if self.function is torch.autograd.backward:
             if len(self.followed) != 1 or self.others:
@@ -207,8 +207,8 @@ class _Operation:
         return self.function(*args, **kwargs)
 
     def _is_running_metric(self) -> bool:
-        """Whether reduced values without gradients meet those of earlier batches, as in a running
-        mean. The result is sealed, so that it meets no loss and no model.
+        """Whether reduced values without gradients are combined with values of earlier batches, as
+        in a running mean. The result is sealed, so that no loss and no model can use it.
         """
         if not self.has_earlier and not any(map(holds_records, self.others)):
             return False
@@ -246,7 +246,7 @@ class _Operation:
     # -- losses of torch.nn.functional -------------------------------------------------------------
 
     def _loss(self) -> Any:
-        """A loss whose mean has a divisor that shapes alone decide."""
+        """A loss whose mean has a divisor that depends only on shapes."""
         batch, name = self.batch, self.name
         kwargs = dict(self.kwargs)
         how = kwargs.pop("reduction", "mean")
@@ -289,7 +289,7 @@ class _Operation:
     def _ctc(
         self, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any
     ) -> Tensor:
-        """torch computes it record by record, with records in dimension 1."""
+        """CTC loss: torch computes it record by record, with records in dimension 1."""
         if not isinstance(log_probs, Followed) or log_probs._dim != 1 or log_probs.dim() != 3:
             raise self.batch.refuse("ctc_loss takes log_probs of shape (time, records, classes)")
         whole = []
@@ -312,7 +312,7 @@ class _Operation:
         return of_those_that_run(run, whole).unsqueeze(1)
 
     def _at_once(self, options: dict[str, Any]) -> Tensor | None:
-        """The losses, where outputs and labels are rows in dimension 0."""
+        """The losses of all rows together, or None; needs records in dimension 0."""
         if len(self.followed) != 2 or [*map(id, self.args)] != [*map(id, self.followed)]:
             return None
         options = {name: value for name, value in options.items() if value is not None}
@@ -324,7 +324,7 @@ class _Operation:
         return losses_at_once(self.function, *rows, options)
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
-        if rows.numel() != rows.shape[0]:  # several numbers for each
+        if rows.numel() != rows.shape[0]:  # several numbers per record
             rows = rows.flatten(1).mean(1) if how == "mean" else rows.flatten(1).sum(1)
         elif rows.dim() > 1:
             rows = rows.flatten()
@@ -333,7 +333,7 @@ class _Operation:
     # -- any other function ------------------------------------------------------------------------
 
     def _mapped(self) -> Any:
-        """The function of each record as a batch of one, and its shape for a whole batch."""
+        """Run the function for each record as a batch of one; the result shows a batch's shape."""
         failure: Exception | None = None
         for many, one in self._variants():
             on_meta, single = list(self.leaves), list(self.leaves)
@@ -376,14 +376,14 @@ class _Operation:
         return unflatten(results, nesting)
 
     def _refused(self, failure: Exception) -> DPBayesError:
-        """The error of a function that no shapes suit."""
+        """The error of a function that fails for all variants of its arguments."""
         if any(self.batch.shown in v.shape for v in self.others):
             return self.batch.refuse(
                 f"{self.name} gets a tensor with one row per record that is not computed from the"
                 " batch",
                 "loss-rows",
             )
-        # sizes as the batch shows them
+        # with the sizes that the batch shows
         shown = re.sub(
             r"\d+",
             lambda n: str(int(n[0]) // PRIME * self.batch.shown or n[0]),
@@ -392,7 +392,7 @@ class _Operation:
         return self.batch.refuse(f"{self.name}: {shown}", remedy=self.remedy())
 
     def _followed(self, rows: Any, meta: Tensor | None) -> Followed | None:
-        """A result with the dimension of its records; None where it has none, or several."""
+        """A result with the dimension of its records; None if it has none, or several."""
         if not isinstance(rows, Tensor) or meta is None or rows.dim() != meta.dim() + 1:
             return None
         own = list(rows.shape[1:])
@@ -405,8 +405,8 @@ class _Operation:
         return None
 
     def _variants(self) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
-        """Arguments that may stand for all records, the likeliest first: those of a prime number of
-        records, and those of one, by their places.
+        """Interpretations of arguments that may depend on the number of records, the most likely
+        first: by index, the arguments for a prime number of records, and those for one record.
         """
         shown, device = self.batch.shown, self.followed[0].device
         every = range(shown)
@@ -418,17 +418,17 @@ class _Operation:
                 is_all = is_all and v.tolist() == [*every]
             else:
                 is_all = v == every
-            if is_all:  # out[torch.arange(len(out)), y]: each record takes its own row
+            if is_all:  # out[torch.arange(len(out)), y]: each record selects its own row
                 many[k] = torch.empty(PRIME, dtype=torch.long, device="meta")
                 one[k] = torch.zeros(1, dtype=torch.long, device=device)
         sizes: list[int | None] = [None]
-        if self.name in kinds.SIZES:  # len(x) written into a size is the number of records
+        if self.name in kinds.SIZES:  # a size that is len(x) is the number of records
             places = [k for k, v in enumerate(self.leaves) if type(v) is int]
             may_be = [k for k in places if (v := self.leaves[k]) > 0 and v % shown == 0]
             sizes = [None, *may_be]
             if may_be[:1] == places[:1]:
                 sizes[:2] = reversed(sizes[:2])
-        # torch.ones(len(x), 3), with one and the same row for each record
+        # torch.ones(len(x), 3), with the same row for each record
         constants = [k for k, v in enumerate(self.leaves) if is_constant(v, self.batch)]
         for is_constant_used in (False, True)[: 1 + bool(constants)]:
             for k in constants if is_constant_used else ():
@@ -438,11 +438,11 @@ class _Operation:
                 size = {} if place is None else {place: self.leaves[place] // shown}
                 yield {**many, **{k: n * PRIME for k, n in size.items()}}, {**one, **size}
 
-    # -- values that several records made, and what follows a reduction ----------------------------
+    # -- values computed from several records, and functions of reduced losses ---------------------
 
     def _sealed(self) -> Any:
-        """Metrics: without gradients any function will run on the values, once ``backward()`` is
-        over. Until then only the shapes are known that it has for every number of records.
+        """Metrics: without gradients, any function runs on the values after ``backward()``. Before,
+        the result has only a shape, which must exist for every number of records.
         """
         name, batch = self.name, self.batch
         if not self._is_detached():

@@ -1,8 +1,8 @@
-"""Functions that run inside a map in place of others.
+"""Functions that replace torch's functions inside a map.
 
-Recurrent layers, cells, embeddings, RMSNorm and losses of classes by operations that ``vmap`` has
-rules for, where torch's own would fail or run for one record after another. Of arguments for which
-torch's own will do, they return None.
+They compute recurrent layers, cells, embeddings, RMSNorm and losses of classes by operations for
+which ``vmap`` has rules; torch's own functions would fail, or run for one record after another.
+They return None for arguments for which torch's own function works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._decomp import decompositions as rnn
 
 
 def _recurrent(one_layer: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """A recurrent network for inputs that are not packed, of torch's decomposition of a layer."""
+    """A recurrent network for inputs that are not packed, by torch's decomposition of a layer."""
 
     def run(
         input: Tensor,
@@ -71,9 +71,9 @@ def embedding(
     *_: Any,
     **__: Any,
 ) -> Tensor | None:
-    """A table with a copy for each record. vmap looks tokens up in the copies one behind another,
-    so that one beyond the table would be found in that of the next record: NaN, which counts as
-    zero. It also gives the row of the padding a gradient.
+    """A table with a copy for each record. vmap puts these copies one after another, so a token
+    beyond the table would read the next record's copy. Here it gives NaN, which counts as zero.
+    vmap also computes a gradient for the row of the padding; here it has none.
     """
     if not (is_batchedtensor(weight) or is_gradtrackingtensor(weight)):
         return None
@@ -92,7 +92,9 @@ def _table(weight: Tensor, tokens: Tensor, padding_idx: int = -1, *_: Any) -> Te
 
 
 def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """CTC, which looks a label that is no class up in the memory of another record: NaN."""
+    """CTC loss. For a label that is not a class, torch reads another record's memory; here the
+    loss is NaN.
+    """
 
     def run(
         log_probs: Tensor,
@@ -125,8 +127,8 @@ def embedding_bag(
     padding_idx: int | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """Like ``F.embedding_bag`` for bags of equal length; not if torch refuses these options, or if
-    they mix records.
+    """Like ``F.embedding_bag`` for bags of equal length; None if torch refuses these options, or
+    if they mix records.
     """
     is_refused = per_sample_weights is not None and mode != "sum"
     is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
@@ -161,7 +163,7 @@ def rms_norm(
 def rrelu(
     input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
 ) -> Tensor | None:
-    """Like ``F.rrelu``, which has no rule for vmap; not in place."""
+    """Like ``F.rrelu``, which has no rule for vmap; None if it is in place."""
     if inplace:
         return None
     slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
@@ -169,7 +171,7 @@ def rrelu(
 
 
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
-    """Like ``F.one_hot``, which reads the labels; zeros for a label that is no class."""
+    """Like ``F.one_hot``, which reads the labels; zeros for a label that is not a class."""
     if num_classes < 1:
         return None
     classes = torch.arange(num_classes, device=labels.device)
@@ -177,7 +179,7 @@ def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
 
 
 def _of_classes(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """A loss of classes; NaN for a label that is no class, where torch raises an error."""
+    """A loss of classes; NaN for a label that is not a class. Torch raises an error for it."""
 
     def run(input: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor | None:
         if target.is_floating_point():
@@ -195,8 +197,8 @@ def _of_classes(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]
 def binary_cross_entropy(
     input: Tensor, target: Tensor, *rest: Any, **options: Any
 ) -> Tensor | None:
-    """Like ``F.binary_cross_entropy``; NaN for a value that is no probability, where torch raises
-    an error.
+    """Like ``F.binary_cross_entropy``; NaN for a value that is not a probability. Torch raises an
+    error for it.
     """
     if input.shape != target.shape:
         return None
@@ -208,7 +210,7 @@ def binary_cross_entropy(
 
 
 def _without(wrong: Tensor, losses: Tensor) -> Tensor:
-    """NaN in place of losses of wrong arguments, or of their mean or sum."""
+    """Replace losses of wrong arguments, or their mean or sum, by NaN."""
     return losses.masked_fill(wrong if losses.shape == wrong.shape else wrong.any(), math.nan)
 
 
@@ -233,8 +235,8 @@ def gaussian_nll(
 
 
 def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Sampling at places of a grid, which looks for those that are not finite in the memory of
-    other records, or nowhere: NaN.
+    """Sampling at the positions of a grid. For a position that is not finite, torch may read
+    another record's memory, or invalid memory; here the result is NaN.
     """
 
     def run(input: Tensor, grid: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -247,19 +249,19 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
-    """Of one number, which vmap would exchange with that of another record."""
+    """Like ``torch.roll`` for a scalar, which vmap would exchange with another record's."""
     return input if input.dim() == 0 else None
 
 
 def _is_all_true(t: Tensor) -> Tensor:
-    """``torch.distributions`` asks this of all records at once, to raise an error. Here an invalid
-    record is not finite, and counts as zero.
+    """``torch.distributions`` checks all records together and raises an error. Here the values of
+    an invalid record are not finite, and count as zero.
     """
     return torch.ones((), dtype=torch.bool, device=t.device)
 
 
-# Losses whose every number is made of one element of outputs and one of labels, of equal shapes;
-# the other arguments are numbers, where no weights are given. None raises an error of values.
+# Losses that compute each number from one element of the outputs and one of the labels, for equal
+# shapes; without weights, their other arguments are numbers. No values make them raise an error.
 BY_ELEMENT = frozenset(
     (
         *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
@@ -272,10 +274,10 @@ OF_CLASSES = frozenset((F.cross_entropy, F.nll_loss))
 def is_row_by_row(
     function: Any, shape: Sequence[int], labels: Sequence[int], options: dict[str, Any]
 ) -> bool:
-    """Whether a loss of outputs and labels, whose records have these shapes (rows, ...), is known
-    to be made element by element, or row by row of classes.
+    """Whether a loss is known to be computed element by element, or row by row of classes. The
+    shapes are those of one record's outputs and labels, (rows, ...).
     """
-    if function in BY_ELEMENT:  # weights might be those of other records
+    if function in BY_ELEMENT:  # weights could be from other records
         return shape == labels and options.keys().isdisjoint(("weight", "pos_weight"))
     return function in OF_CLASSES and len(shape) > 1 and labels == (shape[0], *shape[2:])
 
@@ -283,10 +285,9 @@ def is_row_by_row(
 def losses_at_once(
     function: Any, outputs: Tensor, labels: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """The losses of all records, in dimension 0, of a function that :func:`is_row_by_row`.
+    """The losses of all records, in dimension 0, if :func:`is_row_by_row` is true.
 
-    A record whose label is no class gets the loss NaN, which counts as zero; it stops nobody else's
-    step.
+    A record whose label is not a class gets the loss NaN, which counts as zero; the step goes on.
 
     Args:
         outputs, labels: (records, rows of a record, ...).
@@ -296,7 +297,7 @@ def losses_at_once(
     if function in BY_ELEMENT:
         return function(outputs, labels, **options)
     values = outputs.flatten(0, 1), labels.flatten(0, 1)
-    try:  # torch raises an error on the CPU, where others abort
+    try:  # torch raises an error on the CPU, but aborts on other devices
         found = (function if outputs.is_cpu else FUNCTIONS[function])(*values, **options)
     except IndexError:
         found = FUNCTIONS[function](*values, **options)

@@ -1,13 +1,13 @@
 # ruff: noqa: SLF001 - torch's private state of a map
 """A model run as a map over records: no record's forward or backward pass can see another record.
 
-``torch.func.vmap`` turns a program for one record into one for a batch. A mean over dimension 0, an
-order of the rows or their number are those of one record. Only torch's own layers, which
-book-keeping has to see on the whole batch, leave the map (:meth:`RecordMap.call_batched`); they
-compute every row by itself.
+``torch.func.vmap`` turns a program for one record into one for a batch. In it a mean over dimension
+0, the order of rows and their number are those of one record. Only torch's own layers, which
+book-keeping needs on the whole batch, leave the map (:meth:`RecordMap.call_batched`); they compute
+every row by itself.
 
-What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), torch
-functions switched off by a private name, TorchScript, whose operators no mode sees.
+Deliberate ways out are not prevented: functorch's unwrapping (``torch.func.debug_unwrap``),
+switching torch functions off by a private name, and TorchScript, whose operators no mode sees.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
-# every layer
+# functorch's own steps instead of torch.func.vmap, which takes 0.1 ms more for every layer
 from torch._C import _functorch as functorch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
@@ -82,15 +81,15 @@ _TORCHS_WORDS = {
 
 _seed_of = methodcaller("initial_seed")
 _SEEDED = (
-    "it calls torch.manual_seed, so each record's random numbers are known, and follow its place in"
-    " the batch: seed the program, not the model"
+    "it calls torch.manual_seed, so each record's random numbers are known, and depend on its place"
+    " in the batch: seed the program, not the model"
 )
-# In torch's errors on programs, and not on the values of a record.
+# Words in torch's errors about programs, which are not in errors about a record's values.
 _OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
 
 torch.func.vmap(torch.clone)(torch.zeros(1))  # loads the batching rules
 _compiler: Any = torch.compiler
-_lock, _flags = Lock(), list[bool]()  # before each map that runs, in any thread
+_lock, _flags = Lock(), list[bool]()  # the flag before each running map, of all threads
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
 
 
@@ -106,7 +105,7 @@ class InnerTransform(CannotBeMapped):
 
 
 class OutsideTensor(CannotBeMapped):
-    """A tensor that requires grad is used inside a map in which it takes no part."""
+    """A tensor outside the map that requires grad is used inside the map."""
 
     def __init__(self, function: str, tensor: Tensor) -> None:
         super().__init__(
@@ -126,7 +125,7 @@ def in_plain_words(error: Exception) -> str:
 
 
 def without_values(error: Exception) -> str:
-    """The same, but for what the values of a record may have caused: that is not repeated."""
+    """The same, but an error that a record's values may have caused is not quoted."""
     text = in_plain_words(error)
     is_ours = isinstance(error, DPBayesError) or text not in str(error)
     if is_ours or any(words in text for words in _OF_PROGRAMS):
@@ -135,11 +134,11 @@ def without_values(error: Exception) -> str:
 
 
 def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """``run``, a function of torch, of all records. A record on which it fails gets NaN, which
-    counts as zero: no record stops a step.
+    """Call ``run``, a function of torch, for all records. A record for which it fails gets NaN,
+    which counts as zero: no record stops a step.
 
     Raises:
-        Exception: what ``run`` raises for a synthetic record, too.
+        Exception: the error of ``run``, if it fails for a synthetic record, too.
     """
     try:
         return run(*rows)
@@ -160,11 +159,11 @@ def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Ten
 
 
 def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
-    """Which records fail, found by halving the batch."""
+    """Which records fail; found by bisection of the batch."""
     count = len(rows[0])
     try:
         run(*rows)
-    except torch.OutOfMemoryError:  # of no record
+    except torch.OutOfMemoryError:  # no record causes it
         raise
     except Exception:
         if count == 1:
@@ -175,15 +174,15 @@ def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
 
 
 class RecordMap(TorchFunctionMode):
-    """A map over the records of one batch, and what torch functions do inside it where vmap by
-    itself would be slow, or unsafe.
+    """A map over the records of one batch. It replaces torch functions for which vmap by itself
+    would be slow or unsafe.
 
     Args:
-        records: n, the number of rows that every mapped tensor has in dimension 0.
-        leaves: whether fused operations run on the batch; not where gradients will be taken inside
-            a map, as they then would draw other random numbers.
-        is_random: whether records may draw random numbers; refused where nothing keeps them from
-            following their place in the batch.
+        records: n, the number of rows of every mapped tensor in dimension 0.
+        leaves: whether fused operations run on the batch. They must not if gradients will be taken
+            inside a map, because they would draw other random numbers.
+        is_random: whether records may draw random numbers. They must not if these numbers could
+            depend on a record's place in the batch.
     """
 
     def __init__(self, records: int, *, leaves: bool = True, is_random: bool = True) -> None:
@@ -191,14 +190,14 @@ class RecordMap(TorchFunctionMode):
         self.records, self._randomness = records, "different" if is_random else "error"
         self._leaves = leaves
         self._level: int | None = None
-        self._error: Exception | None = None  # inside, which the model may have caught
-        self._tracked: list[weakref.ref[Tensor]] = []  # what no record may leave behind
+        self._error: Exception | None = None  # an error inside; the model may have caught it
+        self._tracked: list[weakref.ref[Tensor]] = []  # tensors that must not outlive the map
 
     def __call__(
         self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """``function`` of every record's slices of ``tensors``, with random numbers of its own;
-        results have records in dimension 0.
+        """Apply ``function`` to every record's slices of ``tensors``; each record has its own
+        random numbers. Results have records in dimension 0.
         """
         require_no_modes()
         inside: list[Tensor] = []
@@ -236,7 +235,7 @@ class RecordMap(TorchFunctionMode):
         outside = _outside(func, (*args, *kwargs.values()))
         if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
-                func = F.grouped_mm  # for which it stands while torch traces
+                func = F.grouped_mm  # it replaces this function while torch traces
             _require_nothing_hidden(func, args, kwargs)
         try:
             result = self._special(func, args, kwargs) if is_special else None
@@ -247,7 +246,7 @@ class RecordMap(TorchFunctionMode):
             if result is None:
                 self._error = error
                 raise
-        # of attributes it is seen where they are used
+        # for an attribute, the function that uses it is checked
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
             trained = [t for t in outside if t.requires_grad]
@@ -257,11 +256,11 @@ class RecordMap(TorchFunctionMode):
         return result
 
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
-        gives such a tensor; NaN for a record on which it fails.
+        """Leave the map for one call of ``run``: its arguments ``tensors`` and its result have
+        records in dimension 0. The result is NaN for a record for which ``run`` fails.
 
-        A tensor that does not depend on the record is repeated for each, so that its gradient has a
-        row for each.
+        A tensor that does not depend on the record is repeated for each record, so that its
+        gradient has a row for each.
 
         Raises:
             InnerTransform: the call comes from another transform inside the map.
@@ -278,7 +277,7 @@ class RecordMap(TorchFunctionMode):
                 outside.append(t.expand(self.records, *t.shape))
             else:
                 if dim := functorch.maybe_get_bdim(t):
-                    with torch._C.DisableTorchFunction():  # the rows are from inside
+                    with torch._C.DisableTorchFunction():  # these rows are below the map
                         inside = inside.movedim(dim, 0)
                 outside.append(inside)
         assert level is not None
@@ -296,7 +295,7 @@ class RecordMap(TorchFunctionMode):
         return result
 
     def _track(self, result: Any) -> None:
-        """Note tensors that no record may leave behind."""
+        """Note tensors that must not outlive the map."""
         if isinstance(result, Tensor):
             if is_batchedtensor(result) or is_of_records(result):
                 self._tracked.append(weakref.ref(result))
@@ -305,18 +304,18 @@ class RecordMap(TorchFunctionMode):
                 self._track(part)
 
     def kept(self) -> list[Tensor]:
-        """Tensors of the finished map that are still alive. In the next one, every record would see
-        what they hold of all.
+        """Tensors of the finished map that are still alive. In the next map, every record could
+        read the values of all records in them.
         """
-        for generation in (0, 2):  # most of what is in reference cycles is young
+        for generation in (0, 2):  # most reference cycles are young
             if not [True for reference in self._tracked if reference() is not None]:
                 return []
             gc.collect(generation)
         return [t for reference in self._tracked if (t := reference()) is not None]
 
     def _own(self, empty: Tensor) -> Tensor:
-        """Memory for each record, into which a model may write or draw. It holds zeros: what was
-        there before may be other records.
+        """Separate memory for each record: a model may write into it. It contains zeros, because
+        uninitialised memory may contain other records.
         """
         if self._level is None or is_of_records(empty):
             return empty.zero_()
@@ -327,8 +326,8 @@ class RecordMap(TorchFunctionMode):
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
     def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """The function where it fails on some records, as at an index that one of them holds. The
-        program goes on once for all: what it counts does not tell who failed.
+        """The result of a function that fails for some records, for example for one record's index.
+        The program continues once for all records, so nothing in it shows which records failed.
         """
         values, spec = tree_flatten((args, kwargs))
         places = [k for k, v in enumerate(values) if isinstance(v, Tensor) and is_batchedtensor(v)]
@@ -347,19 +346,19 @@ class RecordMap(TorchFunctionMode):
         return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result where it is not what vmap would give; None where it is."""
+        """The result of a function that needs more than vmap; None for all others."""
         first: Any = args[0] if args else None
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
+        if func is F.multi_head_attention_forward:  # the mode does not see its fused attention
             return _with_plain_attention(func, args, kwargs)
         if func in _EMPTY:
             return self._own(func(*args, **kwargs))
-        # asked for by gradient checkpointing; gradients are taken anyway
+        # gradient checkpointing reads it; gradients are computed anyway
         if func == _REQUIRE_GRAD and not is_gradtrackingtensor(first):
             return False
         if func == _REQUIRES_GRAD and is_batchedtensor(first):
-            return get_unwrapped(first).requires_grad  # then its hook is refused, not left out
+            return get_unwrapped(first).requires_grad  # so that its hook is refused, not ignored
         if func is Tensor.requires_grad_ and is_batchedtensor(first):
             return first
         if func is Tensor.__repr__ and is_of_records(first):
@@ -371,7 +370,7 @@ class RecordMap(TorchFunctionMode):
         return found
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """A loss of one record, found with those of all others; None where that would not do."""
+        """A loss of one record, computed together with all others; None if this is impossible."""
         options = {name: value for name, value in kwargs.items() if value is not None}
         how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
         if (
@@ -398,8 +397,8 @@ class RecordMap(TorchFunctionMode):
     def _attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **kw: Any
     ) -> Tensor:
-        """Fused attention has no batching rule on every device: it runs on the whole batch where
-        each operand has one row of (heads, positions, width).
+        """Fused attention does not have a batching rule on every device. It runs on the whole batch
+        if each operand has one row of (heads, positions, width).
         """
         function, operands = F.scaled_dot_product_attention, [query, key, value]
         if attn_mask is not None:
@@ -416,10 +415,10 @@ class RecordMap(TorchFunctionMode):
 
 
 class as_traced:
-    """Run as while torch traces a program. Hooks on saved tensors are not called, which would see,
-    and could mix, what the backward pass of all records needs; ``checkpoint`` therefore runs its
-    function once. ``transformers`` builds every attention mask, and looks at no values of tokens,
-    for which each record may have another answer.
+    """Set torch's state to that of a traced program. Hooks on saved tensors are then not called:
+    they would see all records, and could mix them. So ``checkpoint`` runs its function once.
+    ``transformers`` builds every attention mask, and does not decide by values of tokens, which
+    differ between records.
     """
 
     def __enter__(self) -> None:
@@ -432,14 +431,14 @@ class as_traced:
         is_traced = _trace_hooks(self._is_tracing)
         with _lock:
             before = _flags.pop()
-            if not _flags:  # the last map of all threads; the others found the flag set
+            if not _flags:  # the last map of all threads; the others must leave the flag set
                 _compiler._is_compiling_flag = before
-        if kind is None and not is_traced:  # by torch.compiler.reset()
+        if kind is None and not is_traced:  # torch.compiler.reset() was called
             raise CannotBeMapped("it resets torch's compiler: remove this from forward")
 
 
 def is_of_records(t: Any) -> bool:
-    """Whether a tensor, which transforms inside may track, stands for one of each record."""
+    """Whether a tensor has one value for each record; inner transforms may wrap it."""
     if not isinstance(t, Tensor):
         return False
     while is_gradtrackingtensor(t):
@@ -451,7 +450,7 @@ def is_of_records(t: Any) -> bool:
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-# addbmm_ where a sum is larger than it
+# addbmm_ resizes if the sum is larger
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
@@ -464,10 +463,11 @@ _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
     *(torch._euclidean_dist, torch._weight_norm_interface),
 )
-# The least dimensions of a record's arguments: of fewer vmap makes a table of all records.
+# The least number of dimensions of a record's arguments: with fewer, vmap makes a table of all
+# records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
 _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
-# Functions of which arguments, or the result, are looked at.
+# Functions whose arguments or results need a check.
 _LOOKED_AT = frozenset((_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__))
 _LOOKED_AT |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _LOOKED_AT |= {torch.segment_reduce, *_OF_ALL_RECORDS, *_DIMENSIONS}
@@ -476,13 +476,13 @@ _LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() 
 
 @functools.lru_cache(4096)
 def _is_harmless(func: Any) -> bool:
-    """Whether it is torch's, and keeps records apart as vmap runs it, whatever it is given."""
+    """Whether ``func`` is torch's, and vmap keeps records apart in it for all arguments."""
     return func not in _LOOKED_AT and is_torchs(func)
 
 
 class RecordsApart(TorchFunctionMode):
-    """Inside a plain ``torch.func.vmap`` over records: what would see several is refused, or
-    computed by operations that do not.
+    """For a plain ``torch.func.vmap`` over records: functions that would see several records are
+    refused, or replaced by operations that do not.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -497,7 +497,7 @@ class RecordsApart(TorchFunctionMode):
 
 
 def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what would run below the map, where tensors hold all records, or out of sight."""
+    """Refuse functions that run below the map, where tensors hold all records, or unseen."""
     name = name_of(func)
     if kwargs.get("generator") is not None:
         raise CannotBeMapped(
@@ -505,17 +505,17 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             " fixed numbers in __init__, into a buffer"
         )
     if func in _RESIZES:
-        raise CannotBeMapped(f"{name} resizes a tensor in memory: make a new one, as by F.pad")
+        raise CannotBeMapped(f"{name} resizes a tensor in memory: make a new one, as with F.pad")
     if func in _INDEX_FILLS and any(map(is_of_records, (*args[2:], *kwargs.values()))):
         raise CannotBeMapped(
-            f"{name} at an index, or with a value, that a record holds would write into"
-            " other records: write torch.where(torch.arange(n) == index, value, x)"
+            f"{name} with an index or a value from a record would write into other records: write"
+            " torch.where(torch.arange(n) == index, value, x)"
         )
-    # before torch 2.14 torch.Tensor() calls it where make_fx records
+    # before torch 2.14 torch.Tensor() calls empty under make_fx
     if isinstance(func, _OPERATORS) and func is not torch.ops.aten.empty.memory_format:
         raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
     if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
-        raise CannotBeMapped(f"{name} is not torch's: it may do anything to whole batches")
+        raise CannotBeMapped(f"{name} is not a function of torch: it may mix records")
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
     if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
         raise CannotBeMapped(
@@ -528,7 +528,7 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         raise CannotBeMapped("segment_reduce(unsafe=True) may read other records: leave it out")
     if func in LOOKS and is_of_records(args[0]):
         raise CannotBeMapped(f"it reads a number from the records ({name}): compute with tensors")
-    # it, or one inside it, may say itself what it does to a whole batch
+    # a custom function, or one inside it, may define its own rule for whole batches
     own: Any = args[0] if args and isinstance(func, torch._ops.HigherOrderOperator) else None
     is_function = isinstance(own, type) and issubclass(own, torch.autograd.Function)
     if is_function and not own.__module__.startswith("torch."):
@@ -544,7 +544,7 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def require_no_modes() -> None:
-    """Refuse modes of the caller's: they see tensors that hold all records."""
+    """Refuse modes of the caller: they see tensors that hold all records."""
     if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
         return
     names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
@@ -556,7 +556,7 @@ def require_no_modes() -> None:
 
 
 def _require_public(outside: Tensor) -> None:
-    """Refuse what was computed from records of other batches, or from several of this one."""
+    """Refuse a tensor computed from records of other batches, or from several of this batch."""
     if holds_records(outside):
         raise CannotBeMapped(
             "it uses a tensor that was computed from other or several records: leave it out, or"
@@ -565,10 +565,10 @@ def _require_public(outside: Tensor) -> None:
 
 
 def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
-    """Tensors among arguments, and in tuples and lists of them, that take no part in the map.
+    """Tensors among arguments, also in tuples and lists, that take no part in the map.
 
-    Refuses what would run code of the caller's below the map, or out of its sight: tensors with
-    code of their own, and functions or objects that a torch function calls, or asks for a number.
+    Refuses arguments that would run the caller's code below the map, or unseen by it: tensors with
+    their own code, and functions or objects that a torch function calls or converts to a number.
     """
     found: list[Tensor] = []
     for value in values:
@@ -593,7 +593,7 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
             callable(value) or kind.__module__.partition(".")[0] not in _WITHOUT_CALLERS
         ):
             raise CannotBeMapped(
-                f"it gives {name_of(func)} a {kind.__name__} to call, and the"
+                f"it passes a {kind.__name__} to {name_of(func)}, which may call it, and the"
                 " library cannot see what it does: call it yourself, and pass numbers"
             )
     return found

@@ -1,4 +1,4 @@
-"""Posterior samples of a network, and what they predict."""
+"""Posterior samples of a network, and their predictions."""
 
 from .samples import PosteriorSamples
 

@@ -1,21 +1,22 @@
 r"""One temperature for predictions, by a private posterior of one parameter.
 
-A record's score :math:`\psi` says whether the prediction is too sure of it or not sure enough. It
-is bounded by 1, and its expectation is zero where the prediction is right: for classes it is the
-slope of :math:`\log p_T(y \mid x)` in :math:`\log T`, clipped to ±½, minus the expectation of that
-under :math:`p_T(\cdot \mid x)`; for a normal target with the predictive distribution function F it
-is :math:`(\min(z^2, l^2) - c) / (l^2 - c)`, z = Φ⁻¹(F(y)), l = 2.5, c the expectation of the first
-term for normal z: the slope of a Gaussian's log density in the log of its scale, but bounded.
-The sum is released a few times, each time at the mean of what is known by then:
+A record's score :math:`\psi` says whether its prediction is too confident or not confident enough.
+It is bounded by 1, and its expectation is zero if the predictive distribution is right. For classes
+it is the slope of :math:`\log p_T(y \mid x)` in :math:`\log T`, clipped to ±½, minus the slope's
+expectation under :math:`p_T(\cdot \mid x)`. For a normal target with predictive distribution
+function F it is :math:`(\min(z^2, l^2) - c) / (l^2 - c)`, with z = Φ⁻¹(F(y)), l = 2.5, and c the
+expectation of the first term for normal z: a bounded form of the slope of a Gaussian's log density
+in the log of its scale. The sum is released five times, each time at the current posterior mean:
 
 .. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k = J\,h(t - t_k) + \sqrt J \xi + J (t_k - t)^2
           \xi'_k + z_k \xi''_k
 
-for t = log T, or log of the factor of a noise scale. How many records count, J, is as unknown as t.
-h has the slope 1 at 0: for normal targets it is the expectation of ψ; for classes :math:`\frac12 (1
-- e^{-2d})`, the shape that scores of networks have: one that is far too sure loses no more than a
-bounded score. The records are a sample, of variance at most J (a clipped slope ψ has Var ψ ≤
-Cov(ψ, slope) = J), in common to all releases; the third term is what the shape may be wrong by.
+Here t is log T, or for normal targets the log of the factor of the noise scale. J, the effective
+number of records, is unknown, as t is. h has the slope 1 at 0. For normal targets it has the shape
+of the expectation of ψ. For classes it is :math:`\frac12 (1 - e^{-2d})`, the shape of networks'
+scores: it is bounded, as a score is, even for a far too confident network. The second term is the
+records' sampling error, with variance at most J (a clipped slope ψ has Var ψ ≤ Cov(ψ, slope) = J);
+all releases have it in common. The third term is the possible error of the shape.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from ..errors import ArgumentError, SamplesError
 from ..noise import GaussianNoise
 from .likelihoods import Likelihood, Normal, mean_square
 
-# of the budget from one release to the next: the first ones only serve to arrive
+# number of releases, and growth of their shares of the budget: the first ones only come near t
 _RELEASES, _GROWTH = 5, 1.8
-PRIOR_STD = 0.5  # of t beforehand: T between .37 and 2.7 with probability .95
-# of t, half of that: with J = 200 z (z of all releases together) t is known to .07, and fewer than
-# 1 in 100 runs pass it; with J = z more than 9 in 10 do
+PRIOR_STD = 0.5  # of t: T is between .37 and 2.7 with prior probability .95
+# half of the prior std of t; a warning if the posterior std is above. With J = 200 z (z of all
+# releases together) that std is .07, and fewer than 1 in 100 runs warn; with J = z, over 9 in 10
 UNDETERMINED = 0.25
 _T = np.linspace(-2.5, 2.5, 1001)[:, None]
-_J = np.geomspace(1.0, 1e9, 60)[None]  # between one record and all there may be
+_J = np.geomspace(1.0, 1e9, 60)[None]  # from one record to the largest data sets
 _SPACING = float(_T[1, 0] - _T[0, 0])
 
 
 def multipliers(total: float) -> list[float]:
-    """Noise multipliers of the releases that cost together what one does with ``total``."""
+    """Noise multipliers of the releases: together they cost as much as one with ``total``."""
     shares = _GROWTH ** np.arange(_RELEASES)
     return [float(total / math.sqrt(share)) for share in shares / shares.sum()]
 
 
 def event_of(total: float) -> ComposedDpEvent:
-    """The event that a calibration is charged as."""
+    """The event of a calibration."""
     return ComposedDpEvent([GaussianDpEvent(z) for z in multipliers(total)])
 
 
@@ -72,8 +73,8 @@ def charged_to(
         draws = loader.sampler_of_draws
         if accountant is not None and draws.accountant not in (None, accountant):
             raise ArgumentError(
-                "the loader's run is charged to another accountant, which would not count this:"
-                " leave out accountant="
+                "the loader's run is charged to another accountant, which would not count this"
+                " calibration: leave out accountant="
             )
         accountant = draws.accountant if accountant is None else accountant
         reserved = draws.reserved
@@ -94,7 +95,7 @@ def charged_to(
 
 
 def shape_of_scores(distance: np.ndarray, is_normal: bool) -> np.ndarray:
-    """h: Σψ over J where the log of the scale is too small by ``distance``."""
+    """h: Σψ divided by J if the log of the scale is too small by ``distance``."""
     if not is_normal:
         return (1 - np.exp(-2 * distance)) / 2
     right, slope = mean_square(1.0)
@@ -102,19 +103,19 @@ def shape_of_scores(distance: np.ndarray, is_normal: bool) -> np.ndarray:
 
 
 def estimate(score: Callable[[float], float], total: float, is_normal: bool) -> tuple[float, float]:
-    """Posterior mean and standard deviation of t from noisy values of ``score``, whose parts are
-    bounded by 1.
+    """Posterior mean and standard deviation of t from noisy values of ``score``, a sum of scores
+    that are bounded by 1.
 
-    **Privacy.** Releases what :func:`event_of` says; the caller has charged it.
+    **Privacy.** The releases of :func:`event_of`; the caller has charged them.
     """
     noise, mean = GaussianNoise(), 0.0
-    # of the errors r_k and their own variances d_k, with J in common: Σ 1/d, Σ r/d, and
-    # Σ r²/d + log d
+    # Σ 1/d, Σ r/d and Σ r²/d + log d, for the errors r_k and their independent variances d_k; their
+    # common variance is J
     ones, errors, squares = (np.zeros((len(_T), _J.size)) for _ in range(3))
     for z in multipliers(total):
         released = _released(score(mean), z, noise)
         distance = mean - _T
-        variance = z**2 + (_J * (distance**2 + _SPACING)) ** 2  # no finer than the grid
+        variance = z**2 + (_J * (distance**2 + _SPACING)) ** 2  # at least the grid's error
         error = released - _J * shape_of_scores(-distance, is_normal)
         ones += 1 / variance
         errors += error / variance
@@ -136,7 +137,7 @@ def _released(total: float, multiplier: float, noise: GaussianNoise) -> float:
 
 def score_of(likelihood: Likelihood, compact: Tensor, y: Tensor) -> Callable[[float], float]:
     """Σ ψ_i as a function of t; a record with a value that is not finite counts as zero."""
-    dimensions = 3 if isinstance(likelihood, Normal) else 2  # of samples' moments; of classes
+    dimensions = 3 if isinstance(likelihood, Normal) else 2  # [n, samples, 2] or [n, classes]
     if compact.dim() != dimensions or y.numel() != len(compact):
         raise SamplesError(
             "calibrate needs one target per record, but model or batches have several"

@@ -1,4 +1,4 @@
-"""The bounded set of samples: which of a run's iterates are kept, and where."""
+"""A bounded set of samples, which selects the iterates of a run to keep."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Chain:
     @torch.no_grad()
     def collect(self, model: nn.Module) -> None:
         """Counts a call and, if a sample is due, keeps a copy of the model's trainable parameters
-        (same device and dtype). You may call it after every step: other calls cost nothing.
+        (same device and dtype). You may call it after every step: calls without a sample are fast.
 
         Args:
             model: the network, as it is after the optimizer's last step.
@@ -68,7 +68,7 @@ class Chain:
         start = None if self._samples else getattr(model, "_dpbayes_start", None)
         if start and start == [(id(p), p._version) for p in model.parameters() if p.requires_grad]:
             raise StateError(
-                "no batch was taken since make_private, so the parameters are no sample of"
+                "no batch was taken since make_private, so the parameters are not a sample of"
                 " the posterior: collect after an optimizer's step."
             )
         if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
@@ -82,7 +82,7 @@ class Chain:
         require_same_buffers(model, self._buffers)
 
         self._num_collected += 1
-        # the calls that were due have the places 0, 1, ..., of which the last are kept
+        # calls with a sample have the places 0, 1, ...; the last ones are kept
         place = number // self.thin
         if self.burn_in is None:
             half = (place + 1) // 2
@@ -105,7 +105,7 @@ class Chain:
 
     def to_arviz(self, *other_chains: Self) -> Any:
         r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R` and
-        trace pictures: ``arviz.summary(first.to_arviz(second, third))``.
+        trace plots: ``arviz.summary(first.to_arviz(second, third))``.
 
         Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw,
         ...]``. :math:`\hat R` compares chains that were run independently, at least two. It counts
@@ -144,7 +144,7 @@ class Chain:
 
 
 def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict[str, nn.Parameter]:
-    """The trainable parameters, which have the shapes that they had ``before`` and are finite."""
+    """The trainable parameters; raises if their shapes changed or one of them is not finite."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
     if not parameters:

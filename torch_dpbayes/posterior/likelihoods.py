@@ -1,7 +1,7 @@
 """Likelihoods: the distribution of the target given a network's output.
 
-Each has one *form*, to which the output of every sample is brought: log probabilities, logits, or
-means and log variances.
+Each has one *form*, and the output of every sample is converted to it: log probabilities, or means
+and log variances.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .outputs import average
 
 NoiseStd = float | Callable[[nn.Module], Tensor]
 
-# Of a normal component's grid: standard deviations to each side, and points. Entropies of mixtures
-# are right to 0.01 nats, however different the components' scales are.
+# The grid of a normal component: standard deviations to each side, and number of points. Entropies
+# of mixtures have errors below 0.01 nats, even if the components' scales are very different.
 _REACH, _NODES = 7.0, 97
-_MOST_POINTS = 2**20  # of the grids of all records and samples together
-# normal deviate of a score: intervals of 90 % then hold .889 and .894 of residuals of Student's law
-# with 3 and 5 degrees of freedom; longer ones would lose more to the noise
+_MOST_POINTS = 2**20  # in the grids of all records and samples together
+# bound of a score's normal deviate: 90 % intervals then contain .889 and .894 of Student's t
+# residuals with 3 and 5 degrees of freedom; a larger bound would need more noise
 _LONGEST = 2.5
-_LEAST_LOG = -1e6  # of a probability: 0 would make 0·∞ of an entropy
+_LEAST_LOG = -1e6  # smallest log probability: −∞ would make an entropy 0·∞
 _THREE = (
     'write PosteriorSamples("categorical") for classes, "bernoulli" for logits of targets that are'
     ' 0 or 1, or "normal" for means, or means and log variances'
@@ -44,7 +44,8 @@ def mean_square(scale: Any) -> Any:
 
 
 class Likelihood(ABC):
-    """One likelihood; ``forms`` and other tensors with a dimension of samples have it first.
+    """One likelihood. Samples are the first dimension of ``forms`` and of other tensors with
+    samples.
 
     Attributes:
         temperature: T of :meth:`PosteriorSamples.calibrate`.
@@ -54,7 +55,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def form(self, output: Tensor) -> Tensor:
-        """One sample's output ``[n, ...]``, with a row a record, as what the others take."""
+        """The form of one sample's output ``[n, ...]``, one row per record."""
 
     @abstractmethod
     def point(self, forms: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ class Likelihood(ABC):
 
     @abstractmethod
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
-        """ψ of each record, ``[n]``, at most 1 in size, where the log of the scale is t
-        (:mod:`.calibration`). Values of records raise nothing.
+        """ψ of each record, ``[n]``, at most 1 in absolute value, at log scale t
+        (:mod:`.calibration`). No record's values raise an error.
         """
 
     def tempered(self, forms: Tensor) -> Tensor:
@@ -163,7 +164,9 @@ class Categorical(Likelihood):
 
 
 class Bernoulli(Categorical):
-    """One logit for each target that is 0 or 1: two classes, of which the second is predicted."""
+    """One logit for each target that is 0 or 1: two classes. The prediction is the second one's
+    probability.
+    """
 
     def form(self, output: Tensor) -> Tensor:
         logit = _without_column(output)
@@ -174,11 +177,11 @@ class Bernoulli(Categorical):
 
 
 class Normal(Likelihood):
-    """Means of targets with Gaussian noise; the form has mean and log variance last. The
-    temperature is the factor of every sample's noise variance.
+    """Means of targets with Gaussian noise; the last dimension of the form has mean and log
+    variance. The temperature multiplies every sample's noise variance.
 
     Args:
-        has_noise_std: outputs have gone through :func:`with_noise`.
+        has_noise_std: outputs are from :func:`with_noise`.
     """
 
     def __init__(self, *, has_noise_std: bool) -> None:
@@ -186,7 +189,7 @@ class Normal(Likelihood):
 
     def form(self, output: Tensor) -> Tensor:
         if not self._has_noise_std and (output.dim() < 2 or output.shape[-1] == 1):
-            self._has_noise = False  # predictions need no more
+            self._has_noise = False  # averages need only the means
             mean = _without_column(output)
             return torch.stack([mean, torch.zeros_like(mean)], -1)
         if output.shape[-1] != 2:
@@ -220,7 +223,7 @@ class Normal(Likelihood):
         return components.log_prob(y.to(components.loc))[..., None]
 
     def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
-        """−∫ p log p of the mixture by the trapezoid rule, on the components' grids together."""
+        """−∫ p log p of the mixture by the trapezoid rule, on the union of the grids."""
         rows = max(1, _MOST_POINTS // (_NODES * len(forms)))
         if forms.shape[1] > rows:
             parts = [self.entropies(some) for some in forms.split(rows, 1)]
@@ -242,7 +245,7 @@ class Normal(Likelihood):
         for q in quantiles:
             own = mean + std * torch.special.ndtri(mean.new_tensor(q))
             low, high = own.amin(0), own.amax(0)
-            for _ in range(50):  # double precision of any spread below 10⁵ noise deviations
+            for _ in range(50):  # double precision if means differ by less than 10⁵ stds
                 middle = (low + high) / 2
                 below = torch.special.ndtr((middle - mean) / std).mean(0) < q
                 low, high = torch.where(below, middle, low), torch.where(below, high, middle)
@@ -264,7 +267,7 @@ class Normal(Likelihood):
 
 
 def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | None) -> Likelihood:
-    """The likelihood for outputs of a shape; by default three columns or more are classes."""
+    """The likelihood for outputs of this shape; by default three columns or more are classes."""
     if name is None and len(shape) > 1 and shape[-1] > 2:
         name = "categorical"
     if name is None:
@@ -275,7 +278,7 @@ def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | 
 
 
 def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
-    """Raise unless the arguments of PosteriorSamples are right."""
+    """Raise unless the arguments of PosteriorSamples are valid."""
     if name not in (None, "categorical", "bernoulli", "normal"):
         raise ArgumentError(f"likelihood={name!r}: {_THREE}")
     if noise_std is None:
@@ -289,8 +292,8 @@ def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
 
 
 def forgotten_noise_std(model: nn.Module) -> Tensor:
-    """Replaces a function that a file does not keep. Without it, means of two targets would look
-    like a mean and a log variance.
+    """Replaces a function that a file cannot store. Without this error, means of two targets would
+    count as a mean and a log variance.
     """
     raise SamplesError(
         "noise_std was a function when these samples were saved, and files cannot store it: set"
@@ -299,7 +302,7 @@ def forgotten_noise_std(model: nn.Module) -> Tensor:
 
 
 def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
-    """Means and log variances, of means in every column and a scale that may be the model's."""
+    """Means and log variances, from an output of means and ``noise_std``."""
     mean = _without_column(output)
     std = noise_std(model) if callable(noise_std) else noise_std
     scale = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
@@ -313,13 +316,13 @@ def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
 
 
 def _without_column(values: Tensor) -> Tensor:
-    """``[n, 1]`` as ``[n]``: one number a target."""
+    """``[n, 1]`` as ``[n]``: one number per target."""
     return values[..., 0] if values.dim() > 1 and values.shape[-1] == 1 else values
 
 
 def _require_shape(y: Tensor, wanted: Sequence[int]) -> None:
     if tuple(y.shape) != tuple(wanted):
         raise SamplesError(
-            f"y has the shape {list(y.shape)} for a batch of predictions of {list(wanted)}: pass"
-            " one target for each, in the order of x"
+            f"y has the shape {list(y.shape)} for predictions of the shape {list(wanted)}: pass"
+            " one target for each prediction, in the order of x"
         )

@@ -21,17 +21,17 @@ from ..per_sample.nested import TARGETS, Nested, holds_plain_sequence, named_inp
 from ..per_sample.record_map import RecordMap, without_values
 
 Transform = Callable[[Tensor], Tensor]
-Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
+Forward = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> output
 Inputs = Tensor | Iterable[Any]
 Sample = dict[str, Tensor]
-Reduce = Callable[[Iterator[Tensor]], Tensor]  # of the outputs under one sample after another
+Reduce = Callable[[Iterator[Tensor]], Tensor]  # its argument: the outputs of one sample each
 
 _NO_BATCHES = (
     "x must be a tensor whose first dimension is the record (torch.as_tensor of an array), or a"
     " DataLoader; for another kind of batch write [batch]."
 )
 
-# of a tensor, predicted at a time: many short rows, which make up for the fixed cost of a pass
+# size of a tensor's batches: about so many numbers, or at least so many rows
 _NUMBERS, _ROWS = 2**16, 256
 
 
@@ -45,9 +45,9 @@ def evaluate(
     *,
     is_alone: bool = False,
 ) -> Tensor:
-    """``reduce`` of the outputs ``[rows, ...]`` under one sample after another, for each batch, put
-    together along ``dim``. ``is_alone``: private records, for each of which the model is run alone,
-    whatever it does.
+    """Apply ``reduce`` to the outputs ``[rows, ...]`` of one sample after another, for each batch,
+    and concatenate the results along ``dim``. ``is_alone``: the records are private, so the model
+    runs for each record alone.
     """
     if not samples:
         raise StateError(
@@ -89,12 +89,12 @@ def evaluate(
             yield _each_alone(partial(run, on_model), own) if is_alone else run(on_model, own)
 
     def reduced_of(batch: Any) -> Tensor:
-        # masks are drawn for places, which one record more moves
+        # random masks depend on positions, and one added record shifts positions
         with PrivateRandomness()({device}) if is_alone else nullcontext():
             return reduce(of_all(_moved(batch, device)))
 
     with _evaluation_mode(model), torch.no_grad():
-        # a bar would show how many private records there are
+        # a progress bar would show the number of private records
         shown = batches if is_alone else words.shown(batches, "predicting")
         reduced = [*map(reduced_of, shown)]
     if not reduced:
@@ -105,11 +105,11 @@ def evaluate(
 def require_same_buffers(
     model: nn.Module, first: dict[str, Tensor] | None, *, is_prediction: bool = False
 ) -> None:
-    """Raise if a buffer or frozen parameter is not as at the first private batch, else the
-    ``first`` call, saw it. A prediction asks for buffers alone, of those that are saved.
+    """Raise if a buffer or frozen parameter changed since the first private batch or, without one,
+    since ``first``, the first call's copy. A prediction checks only buffers of the state_dict.
     """
     own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
-    if own is None and first is None:  # of samples that were loaded, nothing is known
+    if own is None and first is None:  # nothing is known about loaded samples
         return
     before, since = (first or {}, "the first collect()") if own is None else (own, "training began")
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -128,7 +128,7 @@ def require_same_buffers(
 
 
 def target_of(batch: Any) -> Tensor:
-    """The targets of a batch: the last item, or that of a target's name."""
+    """The targets of a batch: the last item, or the entry with a target's name."""
     found = [batch[-1]] if isinstance(batch, (tuple, list)) and len(batch) > 1 else []
     if isinstance(batch, Mapping):
         found = [value for name, value in batch.items() if name in TARGETS]
@@ -141,15 +141,15 @@ def target_of(batch: Any) -> Tensor:
 
 
 def of_transformed(transform: Transform | None, reduce: Reduce) -> Reduce:
-    """``reduce`` of the transforms of the outputs."""
+    """A function that applies ``transform`` to every output, then ``reduce``."""
     if transform is None:
         return reduce
     return lambda found: reduce(_require_rows(transform(o), len(o)) for o in found)
 
 
 def average(found: Iterator[Tensor]) -> Tensor:
-    """The average over samples, of which one is held at a time beside a sum in double precision,
-    or single where a device (Apple's) has no other.
+    """The average over samples. Only one of them and the sum are in memory; the sum is in double
+    precision, or single on Apple's devices, which have no double.
     """
     first = next(found)
     wide = torch.float32 if first.device.type == "mps" else torch.float64
@@ -165,8 +165,8 @@ def _require_rows(result: Any, rows: int) -> Tensor:
     if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] != rows:
         shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise SamplesError(
-            f"{rows} records went in and {shape} came out: model and transform must return a"
-            " tensor with one row per record in its first dimension."
+            f"the output for {rows} records is {shape}: model and transform must return a tensor"
+            " with one row per record in its first dimension."
         )
     return result
 
@@ -184,7 +184,7 @@ def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> 
 
 
 class _Called(nn.Module):
-    """A model and how it is called, as one module whose parameters can be exchanged."""
+    """A model and the function that calls it, as one module for ``functional_call``."""
 
     def __init__(self, model: nn.Module, call: Forward) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def _batches(x: Inputs) -> Iterable[Any]:
 
 
 def output_of(model: nn.Module, batch: Any) -> Any:
-    """The model's output, or its ``logits``, as models of transformers return them."""
+    """The model's output, or its ``logits``, as Hugging Face's models return them."""
     inputs: Sequence[Any] = [batch]
     named: Mapping[str, Any] = {}
     if isinstance(batch, Mapping):
@@ -234,8 +234,8 @@ def _moved(batch: Any, device: torch.device, *, copy: bool = False) -> Any:
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """``function`` of every record as a batch of one, put together; an error does not tell what one
-    record caused.
+    """Apply ``function`` to every record as a batch of one. Errors do not show a record's
+    values.
     """
     given = Nested(batch)
     columns = given.tensors
@@ -259,7 +259,7 @@ def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
 
 
 def synthetic_like(batch: Any) -> Any:
-    """One record of zeros, of the shapes and dtypes of a batch."""
+    """One record of zeros, with the shapes and dtypes of a batch."""
     return pytree.tree_map(
         lambda t: torch.zeros_like(t[:1]) if isinstance(t, Tensor) and t.dim() else t, batch
     )

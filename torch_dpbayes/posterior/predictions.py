@@ -17,11 +17,11 @@ from .chain import Chain
 from .likelihoods import Likelihood, NoiseStd, likelihood_of, require_likelihood, with_noise
 from .outputs import Forward, Inputs, Transform
 
-_LEVEL = 0.01  # of a test that the halves of the samples agree about a prediction
+_LEVEL = 0.01  # of the t test that compares the halves of the samples for one prediction
 
 
 class Predictions(Chain):
-    """What the samples predict together, by one likelihood; see :class:`.PosteriorSamples`."""
+    """Predictions of the samples together, by one likelihood; see :class:`.PosteriorSamples`."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class Predictions(Chain):
         Args:
             model: a network with the parameters that were collected. Its frozen parameters and
                 buffers are used.
-            x: ``[n, ...]``, one row a record, or a ``DataLoader``, or any other iterable of
+            x: ``[n, ...]``, one row per record, or a ``DataLoader``, or any other iterable of
                 batches: tensors, tuples whose last item is the target, or mappings, whose entries
-                the model gets by name. One batch at a time is moved to the model's device and
-                predicted: the model must not mix rows.
+                are passed to the model by name. One batch at a time is moved to the model's device
+                and predicted: the model must not mix rows.
             transform: is applied before averaging, :math:`\frac1S\sum_s \mathrm{transform}(f(x;
                 \theta_s))`. By default the likelihood decides; ``torch.exp`` is for
                 log-probabilities, ``None`` for the output itself. It must keep the first dimension,
@@ -71,7 +71,7 @@ class Predictions(Chain):
         Raises:
             StateError: there is no sample yet.
             ValueError, TypeError: the model has other parameters than the samples, or its output
-                has not one row per record, or fits several likelihoods and none was given.
+                does not have one row per record, or fits several likelihoods and you gave none.
 
         **Privacy**: post-processing; see the class about private test inputs.
         """
@@ -194,7 +194,7 @@ class Predictions(Chain):
     def r_hat(self, model: nn.Module, x: Inputs, *, forward: Forward | None = None) -> Tensor:
         r"""How much the two halves of the samples disagree about each prediction: near 1 for a
         chain that has settled. A warning says if they disagree about half of the predictions or
-        more, by a t test at the level .01 of each: of independent samples at most once in 50 times.
+        more, by t tests at the level .01: with independent samples at most once in 50 times.
 
         With the halves' means :math:`\bar p_1, \bar p_2`, their variances' average W and m samples
         in each, :math:`\hat R^2 = (m-1)/m + (\bar p_1 - \bar p_2)^2/(2W)` (Gelman et al., 2013,
@@ -247,15 +247,15 @@ class Predictions(Chain):
         *,
         is_private: bool = False,
     ) -> Tensor:
-        """``reduce`` of the likelihood that the outputs have, and of their forms under all samples;
-        None: their average, for which one sample's is held at a time.
+        """Apply ``reduce`` to the outputs' likelihood and to their forms under all samples. None:
+        average them, with one sample's form in memory at a time.
         """
         noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
 
         def with_its_noise(of_model: nn.Module, batch: Any) -> Tensor:
             output = call(of_model, batch)
             if noise_std is None or not isinstance(output, Tensor):
-                return output  # which the caller refuses
+                return output  # the caller raises an error
             return with_noise(output, of_model, noise_std)
 
         def reduced(found: Iterator[Tensor]) -> Tensor:

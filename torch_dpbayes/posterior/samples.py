@@ -1,4 +1,4 @@
-"""Posterior samples of a network: collected in training, calibrated, kept in a file."""
+"""Posterior samples of a network: collected in training, calibrated, saved in a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .predictions import Predictions
 
 _ARGUMENTS = ("likelihood", "burn_in", "thin", "max_samples", "noise_std")
 _SAVED = {*_ARGUMENTS, "temperature", "num_collected", "samples"}
-_FUNCTION = "function"  # in a file, for a noise_std that it cannot keep
+_FUNCTION = "function"  # in a file: noise_std was a function, which a file cannot store
 
 
 class PosteriorSamples(Predictions):
@@ -56,7 +56,7 @@ class PosteriorSamples(Predictions):
 
     Args:
         likelihood: "categorical", "bernoulli" or "normal". None: outputs of three columns or more
-            are categorical; for other outputs, predictions raise an error that asks for it.
+            are categorical; for other outputs, predictions raise an error.
         burn_in: number of ``collect`` calls discarded at the beginning; None: the first half.
         thin: keep every ``thin``-th call after that. The attribute shows the current value.
         max_samples: the largest number of samples in memory, at least 2.
@@ -82,7 +82,7 @@ class PosteriorSamples(Predictions):
         *,
         noise_std: NoiseStd | None = None,
     ) -> Self:
-        """Samples that another method drew, for predictions.
+        """Samples from another method, for predictions.
 
         The draws have the names of a network's trainable parameters: the ``nn.Module`` of
         ``noise_aware.posterior_for_module``, :meth:`.GLM.module` or :meth:`.Softmax.module`, or the
@@ -120,9 +120,9 @@ class PosteriorSamples(Predictions):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the samples to a file of tensors and plain numbers, which
         ``torch.load(weights_only=True)`` can read. If writing fails, an older file is unchanged.
-        Frozen parameters and buffers are not in it: save the model's own ``state_dict`` too.
+        The file has no frozen parameters and no buffers: save the model's ``state_dict``, too.
 
-        **Privacy**: post-processing; the file holds released iterates only.
+        **Privacy**: post-processing; the file contains only released iterates.
         """
         content = {
             "format": files.FORMAT,
@@ -140,9 +140,9 @@ class PosteriorSamples(Predictions):
         file is run.
 
         Raises:
-            ValueError: it was not written by :meth:`save`, is damaged, or is of a later version.
+            ValueError: the file is not from :meth:`save`, is damaged, or has a later version.
 
-        **Privacy**: none is spent.
+        **Privacy**: nothing is charged.
         """
         content = files.load(path, "PosteriorSamples.save")
         if content.get("format") != files.FORMAT or not _SAVED <= content.keys():
@@ -187,18 +187,18 @@ class PosteriorSamples(Predictions):
         targets also quantiles and ``mutual_information``; other methods ignore it.
 
         T is too small if the network has memorised the records of ``loader``; other records avoid
-        this. A warning says if noise hides T, that is, if the standard deviation of log T is above
-        half of that of its prior.
+        this. A warning says if the noise is too large: the posterior standard deviation of log T is
+        then above half of the prior one.
 
         Args:
             model, forward: as for :meth:`predict`. The model runs for each record alone; frozen
                 parameters and buffers count as public.
-            loader: that of ``make_private``, or a ``DataLoader`` of a map-style data set; all
+            loader: the loader of ``make_private``, or a ``DataLoader`` of a map-style data set; all
                 records are read once.
-            epsilon, delta: the accountant's total ε at δ after the calibration. None: what
-                ``make_private_with_epsilon(..., calibrate=0.02)`` reserved, else what the
-                accountant's budget has left.
-            accountant: None: that of ``make_private``.
+            epsilon, delta: the accountant's total ε at δ after the calibration. None: the share
+                that ``make_private_with_epsilon(..., calibrate=0.02)`` reserved, else the rest of
+                the accountant's budget.
+            accountant: the accountant to charge; None: that of ``make_private``.
 
         Returns:
             T, which :attr:`temperature` keeps and :meth:`save` writes.
@@ -206,10 +206,11 @@ class PosteriorSamples(Predictions):
         Raises:
             PrivacyBudgetExceeded: the charge does not fit the budget; nothing has changed.
             ValueError, TypeError: model, loader or targets do not fit; nothing was charged. An
-                error caused by a record's values comes after the charge, and does not show them.
+                error caused by a record's values is raised after the charge, and does not show
+                them.
 
-        **Privacy.** A record's score lies in [-1, 1], and is zero where a value is not finite or
-        a label is no class. Adding or removing a record moves each sum by at most 1, replacing one
+        **Privacy.** A record's score lies in [-1, 1], and is zero if a value is not finite or the
+        label is not a class. Adding or removing a record moves each sum by at most 1, replacing one
         by at most 2. Five events ``GaussianDpEvent(z_k)``, for noise of standard deviation z_k, are
         charged together, before the first sum is drawn. T is post-processing of the sums.
         """
@@ -224,13 +225,13 @@ class PosteriorSamples(Predictions):
         def score_of(batches: Iterable[Any]) -> Callable[[float], float]:
             pairs = [(outputs.target_of(batch), compact(batch)) for batch in batches]
             if not pairs:
-                raise SamplesError("the loader holds no record to calibrate on")
+                raise SamplesError("the loader has no record to calibrate on")
             targets, forms = map(torch.cat, zip(*pairs, strict=True))
             of = likelihood_of(self.likelihood, forms.shape, self.noise_std)
             return calibration.score_of(of, forms, targets)
 
         records = PoissonLoader.every_record(loader)
-        # what does not suit is found before the charge, on a record without values
+        # on synthetic records, to find errors of model and batches before the charge
         score_of([outputs.synthetic_like(batch) for batch in itertools.islice(records, 1)])
         try:
             accountant.compose(calibration.event_of(total), label="calibration of predictions")
@@ -240,13 +241,13 @@ class PosteriorSamples(Predictions):
                 " once, after the planned steps; epsilon= is for everything on the accountant."
             ) from refused
         is_normal = self.likelihood == "normal"
-        unit = 2 if is_normal else 1  # of t in log T
+        unit = 2 if is_normal else 1  # log T = unit · t
         t, std = calibration.estimate(score_of(records), total, is_normal)
         self._temperature = math.exp(unit * t)
         if std > calibration.UNDETERMINED:
             warnings.warn(
-                "the noise of this calibration leaves the temperature undetermined: log T ="
-                f" {unit * t:.2f} ± {unit * std:.2f}, before the records ±"
+                "the noise of this calibration is too large to determine the temperature: log T ="
+                f" {unit * t:.2f} ± {unit * std:.2f}, and without data ±"
                 f" {unit * calibration.PRIOR_STD:g}. Use a larger share of the budget.",
                 stacklevel=2,
             )
