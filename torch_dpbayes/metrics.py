@@ -153,7 +153,7 @@ def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         probabilities, labels = probabilities.flatten(), labels.flatten()
         probabilities = torch.stack([1 - probabilities, probabilities], 1)
         if bool((labels == labels.long()).all()):
-            labels = labels.long()  # BCEWithLogitsLoss has floats as labels
+            labels = labels.long()  # BCEWithLogitsLoss needs float labels
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
         raise ArgumentError(
             "probabilities must be floats of shape [n, classes], or of the labels' shape; got"

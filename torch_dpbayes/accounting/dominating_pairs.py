@@ -310,7 +310,7 @@ for _kind, _pair in _GUARANTEES.items():
 
 
 def as_removed(event: Any) -> Pair:
-    """The pair under zero_out, if only the record's contribution changes: that of removal."""
+    """The pair for zero_out if only the record's contribution changes: as for removal."""
     return pair_of(event, False)
 
 

@@ -156,7 +156,7 @@ def _transform_of_mixtures(
         infinity = max(infinity, found.infinity)
     moments = (mixed.weights[:, :, None] * np.exp(log_moments[mixed.among])).sum(axis=1)
     log_scale = float(mixed.counts @ np.log(moments[:, 2]))
-    largest = number * log_of(mean) - log_scale  # of the logarithm of the product
+    largest = number * log_of(mean) - log_scale  # bound on the log of the product
     counted = largest > _NEGLIGIBLE
     most = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
     if most > kept:
@@ -166,7 +166,7 @@ def _transform_of_mixtures(
     weights = mixed.weights * scales
     spread = mixed.spread * scales[:, :, None] * scales[:, None, :]
     powers = np.ones((int(mixed.counts.max()).bit_length(), most), dtype=np.complex128)
-    off = np.zeros(most)  # of the logarithm of the product
+    off = np.zeros(most)  # error of the logarithm of the product
     order = np.argsort(mixed.among @ np.array([1, 0, 0, 0]), kind="stable")
     starts = np.flatnonzero(np.any(np.diff(mixed.among[order], axis=0, prepend=-1) != 0, axis=1))
     for members in np.split(order, starts[1:]):

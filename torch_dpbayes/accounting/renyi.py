@@ -1,7 +1,7 @@
 """Renyi differential privacy: from releases to one curve, and from the curve to (epsilon, delta).
 
 The curve of a release is that of its dominating pair: a Renyi divergence is a positive combination
-of hockey-stick divergences, so that of the pair is at least as large. Curves add up under
+of hockey-stick divergences, so the pair's divergence is not smaller. Curves add up under
 composition. If parameters are chosen adaptively, this holds as long as the sum at one order stays
 below a limit, both fixed in advance (Feldman, Zrnic 2021).
 """

@@ -29,7 +29,7 @@ _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floa
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # largest scale of the interval, times the tilt
 _AROUND = 8.0  # ratio up to which tilts around a pilot's tilt are searched
-_PILOT_EXCESS = 0.5  # of log(delta)
+_PILOT_EXCESS = 0.5  # target excess of log(delta) in a pilot
 _CELL = 2e-4  # the largest interval, relative to epsilon
 _GROWTH = 4  # the window of a growing composition is for so many times its releases
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
@@ -219,7 +219,7 @@ def of_grid(fineness: float) -> float:
 def _tangent(
     tilts: Array, cumulant: Array, mean: Array, epsilon: float | None, log_delta: float | None
 ) -> tuple[float, float, float]:
-    """Tilt, epsilon and log(delta), given one of the latter two: the tangent point of the
+    """Tilt, epsilon and log(delta); one of the last two is given. The tangent point of the
     bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath, Steinke 2020),
     interpolated, so that the result changes smoothly with the levels.
     """

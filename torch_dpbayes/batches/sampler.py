@@ -102,7 +102,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.before_part: Callable[[], None] = lambda: None  # runs before a part of a draw is read
         # makes batches whose operations run for each record alone; None: ordinary tensors
         self.delivery: Callable[[Any, int], Any] | None = None
-        self._dataset: Any = None  # the positions that are drawn are those of this data set
+        self._dataset: Any = None  # the data set whose positions are drawn
         self._arrangement: Arrangement | None = None  # at the last check
         # the accountant of the steps, and the noise multiplier of a calibration at the end
         self.accountant: PrivacyAccountant | None = None
@@ -228,7 +228,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _why_in_order(self) -> str:
         """The reason why the order of the records must not change; empty if it may change."""
-        return "" if self.ranks is None else "and ranks share them by position"
+        return "" if self.ranks is None else "but ranks share records by position"
 
     # -- drawing -----------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ class Users:
         if bool((counts > self._records_per_user).any()):
             keys = torch.empty(len(records), dtype=torch.int64, device="cpu")
             order = keys.random_(generator=generator).argsort()
-            order = order[owners[order].argsort(stable=True)]  # by user, at random within
+            order = order[owners[order].argsort(stable=True)]  # by user, shuffled for each user
             records = records[order][places < self._records_per_user]
         return records.sort().values
 
@@ -256,7 +256,7 @@ class UserSampler(PoissonSampler):
         return len(self._users), "users"
 
     def _why_in_order(self) -> str:
-        return "and user_ids= are those of positions"
+        return "but user_ids= refer to positions"
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         of_a_user = GaussianDpEvent(gaussian.noise_multiplier / self._users.records_per_user)
