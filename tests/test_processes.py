@@ -18,7 +18,7 @@ def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have():
     lock = Lock()
     with another_thread_in(partial(entered, lock)):
         answer = in_child(lambda: entered(lock))
-    assert "another thread was in the middle of a step" in answer
+    assert "forked while another thread made a step" in answer
     assert entered(lock) == "entered" == in_child(lambda: entered(lock))
     with lock:  # of the thread that forks it is the child's own
         assert in_child(lambda: entered(lock)) == "entered"
@@ -34,4 +34,4 @@ def test_a_step_that_was_half_done_is_refused_in_the_child():
 
     with another_thread_in(lambda wait: optimizer.step(partial(closure, wait))):
         answer = in_child(optimizer.step)
-    assert "another thread was in the middle of a step" in answer
+    assert "forked while another thread made a step" in answer

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# public name -> the module that defines it; a value equal to "" means that the name is a submodule
-# itself
+# public name -> the module that defines it; "": the name is a submodule
 _HOME = {
     "audit": "",
     "errors": "",

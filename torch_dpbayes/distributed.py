@@ -1,17 +1,16 @@
-"""The ranks of a process group that train one model together: agreement, sums, errors.
+"""Ranks of a process group that train one model together: consistency checks, sums, errors.
 
-The ranks of a training work for one data holder: each may read every record, and clipped sums
-travel between them without noise. What leaves them all is the same release as that of one process:
-every record belongs to one rank, the ranks add up their clipped sums, and rank 0 adds the one
-Gaussian to its own before they do. A step has two messages: a short text from every rank, which
-says where it stands or why it failed, before anything is charged; then the sum, which is as long as
-the parameters, whatever the number of records.
+All ranks of a training work for one data holder: each may read every record, and they exchange
+clipped sums without noise. Together they make the same release as one process: every record
+belongs to one rank, rank 0 adds the Gaussian noise to its own clipped sum, and then the ranks add
+up their sums. A step has two messages. Before anything is charged, every rank sends a short text
+with its place in the program, or its error. Then follows the sum. Its length is the number of
+parameters and does not depend on the number of records.
 
 If one rank raises, every rank raises: it reports the error in its next message.
 
-The owners of a private chain use the same messages, but do not trust each other: they hide their
-sums by noise before they send them (``mcmc/multi_owner.py``), and errors travel without their
-texts.
+The owners of a private chain use the same messages, but they do not trust each other. They add
+noise to their sums before they send them (``mcmc/multi_owner.py``), and send errors without text.
 """
 
 from __future__ import annotations
@@ -31,26 +30,24 @@ from torch.nn.parallel import DistributedDataParallel
 from .accounting.accountant import PrivacyBudgetExceeded
 from .errors import ArgumentError, ArgumentTypeError, RankError, StateError
 
-# where a rank may be
+# places in the program at which ranks exchange messages
 MAKE_PRIVATE, STEP = "make_private", "optimizer.step()"
 CALIBRATION = "the calibration of make_private_with_epsilon"
 SET_UP, ITERATION = "the set-up of a chain", "an iteration of a chain"
 CHAIN_END = "the end of a chain"
-_AT_ONCE = 1024  # bytes of a text that travel with its length; a step's message has fewer
+_AT_ONCE = 1024  # bytes of a text that are sent with its length; a step's message is shorter
 _LONGEST_TEXT = 2**20  # bytes
 _LONGEST_ERROR = 10_000  # characters
-_SHOWN = 200  # characters of two values that an error shows
+_SHOWN = 200  # an error shows two values if their text is shorter (characters)
 _KNOWN = "_dpbayes_known_to_all_ranks"
 
 
 def require_single_process() -> None:
-    """Raise where this process is one of several, which would each take steps that the others
-    know nothing of.
-    """
+    """Raise if this process is one of several ranks: each would take steps without the others."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise StateError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and the other"
-            " ranks are not mentioned. To train one model together:"
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, but no"
+            " process_group= is given. To train one model together:"
             " PrivacyEngine(process_group=torch.distributed.group.WORLD); for a separate model on"
             " this rank: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]).",
             code="ranks-alone",
@@ -58,7 +55,7 @@ def require_single_process() -> None:
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raise where another library adds up gradients of this model over ranks."""
+    """Raise if another library adds up this model's gradients over ranks."""
     for name, part in module.named_modules():
         is_sharded = type(part).__name__ == "FullyShardedDataParallel"
         if isinstance(part, DistributedDataParallel) or is_sharded:
@@ -80,18 +77,18 @@ def refuse_wrapped(module: nn.Module) -> None:
 
 
 class _Message(NamedTuple):
-    """The message of a rank: its progress and its request, or that it failed."""
+    """A rank's message: its place, its settings and numbers, or its error."""
 
     place: str = ""
-    facts: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+    facts: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
     beside: Any = None
     norm: float = 0.0
     error: str = ""
 
 
 class Ranks:
-    """The ranks of a process group that train one model together, and tell each other the texts of
-    their errors if ``shares_errors``. ``is_broken``: another rank was lost.
+    """The ranks of a process group that train one model together. ``shares_errors``: they send the
+    texts of their errors. ``is_broken``: another rank was lost.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, shares_errors: bool = True) -> None:
@@ -105,10 +102,10 @@ class Ranks:
         self._timeout: timedelta | None = None
         self._talk = group
         backends = dist.get_backend_config(group)
-        # by itself it waits on the GPU, and ends the process in the end
+        # without a timeout NCCL waits on the GPU, and finally ends the process
         if "cuda:nccl" in backends and torch.cuda.is_available():
             self._timeout = group._get_backend(torch.device("cuda")).options._timeout
-        # messages are read on the host, and a rank that died must not hang a GPU
+        # messages are read on the CPU, and a rank that died must not block a GPU
         if "cpu:" not in backends:
             members = dist.get_process_group_ranks(group)
             talk = dist.new_group(
@@ -118,14 +115,14 @@ class Ranks:
             self._talk = talk
 
     def require_backend_for(self, device: torch.device) -> None:
-        """Raise if the group cannot add up tensors there, which steps would find out after
-        they are charged.
+        """Raise if the group cannot add up tensors on this device. Otherwise a step would fail
+        after its charge.
         """
         backends = dist.get_backend_config(self._group)
         if f"{device.type}:" not in backends:
             raise ArgumentError(
-                f"the parameters are on {device.type}, where the process group cannot add up"
-                f" ({backends}): move the model, or call "
+                f"the parameters are on {device.type}, but the process group cannot add up tensors"
+                f" there ({backends}): move the model, or call "
                 f'init_process_group("{"nccl" if device.type == "cuda" else "gloo"}").'
             )
 
@@ -140,10 +137,10 @@ class Ranks:
         norm: float = 0.0,
         shows_values: bool = False,
     ) -> list[Any]:
-        """Raise on every rank if one failed, is at another place, or differs in ``facts``, numbers
-        and texts by the names that an error uses, or in the parameters' ``norm`` by more than
-        rounding. An error ``shows_values`` only where they do not depend on the records. Returns
-        every rank's ``beside``, which may differ.
+        """Raise on every rank if one failed, is at another place, or differs in ``facts`` or, by
+        more than rounding, in the parameters' ``norm``. ``facts`` are numbers and texts, by the
+        names that an error uses. ``shows_values``: the error shows them; they must not depend on
+        the records. Returns every rank's ``beside``, which may differ.
         """
         rows = self._exchange(_Message(place, dict(facts or {}), beside, norm))
         if any(row.error for row in rows):
@@ -179,11 +176,11 @@ class Ranks:
         self.check_consistent(place, facts, shows_values=True)
 
     def from_rank_0(self, place: str, compute: Callable[[], Any]) -> Any:
-        """Numbers or texts that rank 0 computes."""
+        """Numbers or texts that rank 0 computes, on every rank."""
         return self.check_consistent(place, beside=compute() if self.rank == 0 else None)[0]
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """buffer ← Σ over the ranks, the same bits on all of them."""
+        """buffer ← Σ of the ranks' buffers, bit for bit the same on all ranks."""
         group = self._group if buffer.is_cuda else self._talk
         timeout = () if self._timeout is None or not buffer.is_cuda else (self._timeout,)
         with self._answering():
@@ -191,7 +188,7 @@ class Ranks:
                 work.wait(*timeout)
 
     def _exchange(self, own: _Message) -> list[_Message]:
-        """Every rank's message. They are read as JSON: owners do not trust each other."""
+        """Every rank's message. Messages are JSON, because owners do not trust each other."""
         encoded = json.dumps(own).encode()[:_LONGEST_TEXT]
         rows = self._gather(len(encoded).to_bytes(8, "little") + encoded[:_AT_ONCE], _AT_ONCE + 8)
         lengths = [min(int.from_bytes(row[:8], "little"), _LONGEST_TEXT) for row in rows]
@@ -204,15 +201,15 @@ class Ranks:
                 _Message(str(place), {str(k): v for k, v in facts.items()}, b, float(norm), str(e))
                 for place, facts, b, norm, e in found
             ]
-        # of a text that is not ours
+        # another program wrote the text
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
             raise RankError(
-                "another rank sent settings that cannot be read: run the same version of this"
+                "another rank sent a message that cannot be read: run the same version of this"
                 " library on all ranks."
             ) from None
 
     def _gather(self, own: bytes, size: int) -> list[bytes]:
-        """Every rank's bytes, filled up to the same size."""
+        """Every rank's bytes, padded to the same size."""
         mine = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         with self._answering():
@@ -222,20 +219,20 @@ class Ranks:
     # -- errors ------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        """An error inside reaches the other ranks in the next message that they wait for."""
+        """Report an error inside to the other ranks, in the next message that they wait for."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # a rank of a training that is interrupted is gone soon, which the others notice
+        # after an interruption the process ends, and the other ranks of a training notice that
         reports = isinstance(error, Exception) or not self._shares_errors
         if error is None or not reports or self.is_broken or getattr(error, _KNOWN, False):
             return
-        with suppress(RankError):  # nobody is left to be told
+        with suppress(RankError):  # no other rank is left
             self._exchange(_Message(error=self._described(error)))
         setattr(error, _KNOWN, True)
 
     def raise_together(self, error: Exception | None) -> NoReturn:
-        """All ranks know already that one failed: each raises its own error, or that of the
-        first which has one.
+        """If all ranks know that one failed: each raises its own error, or else that of the first
+        rank that has one.
         """
         described = "" if error is None else self._described(error)
         self._raise_first_of(self._exchange(_Message(error=described)), error)
@@ -268,7 +265,7 @@ class Ranks:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise where another rank does not answer, now and ever after."""
+        """Raise if another rank does not answer, and from then on in every call."""
         if self.is_broken:
             raise RankError(
                 "a rank of this process group was lost before: start all ranks again from a"

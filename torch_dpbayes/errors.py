@@ -1,6 +1,6 @@
 """The errors of this library: one base class, each error with a stable code.
 
-Each is an error of Python's as well, so that ``except ValueError`` goes on to work.
+Each is also a subclass of a Python error, so ``except ValueError`` works.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class DPBayesError(Exception):
 
     Args:
         message: what is wrong, and what to write instead.
-        code: names the error; ``docs/troubleshooting.md`` explains it under this name. Classes have
-            a default code.
+        code: the name of the error, a heading in ``docs/troubleshooting.md``. Default: the code of
+            the class.
 
     Attributes:
-        code: as given.
+        code: the name of the error.
     """
 
     code: str
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
-        # an argument in the wrong place may hold records
+        # the message may quote a tensor of records that was passed as the wrong argument
         super().__init__(_ARRAYS.sub(r"\1", message))
         self.code = code or type(self).code
         self.add_note(f"why: {PAGE}#{self.code}")

@@ -1,15 +1,15 @@
-"""Measure predictions and their uncertainties. Each function takes predictions and targets, and
-returns a float. They take tensors, arrays and lists.
+"""Measure predictions and their uncertainties. Each function gets predictions and targets (tensors,
+arrays or lists), and returns a float.
 
-``probabilities`` are what ``PosteriorSamples.predict`` returns: of classes ``[n, classes]``, rows
-summing to one, with ``labels`` ``[n]``, integers from 0 to ``classes - 1``; of targets that are 0
-or 1 the probability of 1, ``[n]`` or ``[n, targets]``, with labels of the same shape, each of which
-counts as a record. The NLL of every likelihood, normal targets included, is
+``probabilities`` are what ``PosteriorSamples.predict`` returns. For classes: ``[n, classes]``, rows
+summing to one, and ``labels`` ``[n]``, integers from 0 to ``classes - 1``. For targets that are 0
+or 1: the probability of 1, ``[n]`` or ``[n, targets]``, and labels of the same shape; each label
+counts as a record. The NLL of any likelihood, also with normal targets, is
 ``-samples.log_likelihood(net, x, y).mean()``.
 
 **Privacy**: a metric is an exact function of the records that it is evaluated on. On private
-records it is a release with no noise and no charge; evaluate on public or held-out records whose
-disclosure is accepted, and do not tune on a metric of the training set.
+records it is a release without noise that nobody charges. Evaluate on public records, or on
+held-out ones whose disclosure is accepted. Do not tune on a metric of the training set.
 """
 
 from typing import Any, NamedTuple
@@ -65,8 +65,8 @@ def brier_score(probabilities: Tensor, labels: Tensor) -> float:
 
 
 class ReliabilityCurve(NamedTuple):
-    """For each bin of confidence: mean confidence, accuracy and number of records; the means of an
-    empty bin are NaN.
+    """For each bin of confidence: mean confidence, accuracy and number of records. In an empty bin
+    the first two are NaN.
     """
 
     confidence: Tensor
@@ -96,8 +96,8 @@ def reliability_curve(
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: int = 15) -> float:
-    r"""Mean difference of confidence and accuracy over the bins of :func:`reliability_curve`,
-    weighted by their records.
+    r"""Mean absolute difference of confidence and accuracy over the bins of
+    :func:`reliability_curve`, weighted by the number of records.
 
     :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|` (Guo et al., 2017, equation 3).
     """
@@ -107,11 +107,12 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: 
 
 
 def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> float:
-    """Probability that a record from outside scores higher than one from inside; a tie counts half.
+    """Probability that an out-of-distribution record has a higher score than an in-distribution
+    one; a tie counts half.
 
     Args:
-        in_distribution, out_of_distribution: one-dimensional scores, such as predictive entropy or
-            mutual information, which are higher for records unlike the training data.
+        in_distribution, out_of_distribution: one-dimensional scores that are higher for records
+            unlike the training data, such as predictive entropy or mutual information.
     """
     inside, outside = (_tensor(t).double().cpu() for t in (in_distribution, out_of_distribution))
     for name, scores in (("in_distribution", inside), ("out_of_distribution", outside)):
@@ -141,32 +142,32 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
 
 
 def _tensor(values: Any) -> Tensor:
-    """A tensor from an array or a list, too; Python's numbers become 64-bit."""
+    """A tensor, from an array or a list if necessary. Python numbers become 64-bit."""
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
 def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """``[n, classes]`` and ``[n]``, also of targets that are 0 or 1."""
+    """Probabilities ``[n, classes]`` and labels ``[n]``, also for targets that are 0 or 1."""
     probabilities, labels = _tensor(probabilities), _tensor(labels)
     if probabilities.dim() > 0 and probabilities.shape == labels.shape:
         probabilities, labels = probabilities.flatten(), labels.flatten()
         probabilities = torch.stack([1 - probabilities, probabilities], 1)
         if bool((labels == labels.long()).all()):
-            labels = labels.long()  # as BCEWithLogitsLoss takes them
+            labels = labels.long()  # BCEWithLogitsLoss needs float labels
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
         raise ArgumentError(
-            "probabilities must be floating point, [n, classes], or of the labels' shape; got"
+            "probabilities must be floats of shape [n, classes], or of the labels' shape; got"
             f" {list(probabilities.shape)} and labels {list(labels.shape)}."
         )
     is_integer = not labels.is_floating_point() and labels.dtype != torch.bool
     if not is_integer or labels.shape != probabilities.shape[:1] or len(labels) == 0:
         raise ArgumentError(
-            f"labels must be integers of shape {list(probabilities.shape[:1])}, one or more; got"
+            f"labels must be integers of shape {list(probabilities.shape[:1])}, not empty; got"
             f" {labels.dtype} of shape {list(labels.shape)}."
         )
     if bool(((labels < 0) | (labels >= probabilities.shape[1])).any()):
         raise ArgumentError(f"labels must be between 0 and {probabilities.shape[1] - 1}.")
-    # low-precision rows sum to one only roughly; scores never do in every row
+    # a tolerance for rows of low precision; raw scores do not pass it in every row
     if not bool(((probabilities >= 0).all(1) & ((probabilities.sum(1) - 1).abs() < 0.01)).all()):
         raise ArgumentError(
             "Rows of probabilities must be non-negative and sum to one: apply softmax to scores"
@@ -180,7 +181,7 @@ def _of_same_shape(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, 
     # broadcasting [n, 1] against [n] would compare every record with every other
     if values.shape != targets.shape:
         raise ArgumentError(
-            f"{name} and targets must have one shape, got {list(values.shape)} and"
+            f"{name} and targets must have the same shape, got {list(values.shape)} and"
             f" {list(targets.shape)}."
         )
     if targets.numel() == 0:

@@ -1,13 +1,12 @@
 """The source of all Gaussian noise: no other module draws it.
 
-A noise vector that is used twice protects nothing: subtracting the two releases removes it. A
-:class:`GaussianNoise` therefore draws from a stream of its own. By default that is seeded with the
-full state from the operating system; torch's own ``Generator.seed()`` keeps 32 bits on the CPU, few
-enough to try them all. A generator of the caller's gives a key for each release, and the noise
-comes from a hash of the key and of what it is to hide (as the nonces of RFC 6979 do): a run that is
-repeated is the same bit for bit, a run that departs from it in anything gets independent noise. In
-one process every position of such a generator is used at most once. Batches come from such keys
-too.
+A noise vector that is used twice does not protect: subtracting the two releases removes it. A
+:class:`GaussianNoise` therefore draws from its own stream. By default the operating system gives
+the stream's full state: torch's ``Generator.seed()`` uses only 32 bits on the CPU, and an attacker
+can try all of them. A generator of the caller's gives a key for each release. The noise then comes
+from a hash of the key and of the values that it hides (like the nonces of RFC 6979): a repeated run
+is the same bit for bit, and a run that differs in any value gets independent noise. In one process
+each position of such a generator is used at most once. Batches are drawn from such keys, too.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from torch import Tensor
 from .errors import ArgumentError, StateError
 from .processes import after_fork, this_process
 
-# Positions of callers' streams from which something was already drawn in this process: (what,
-# digest).
+# used positions of callers' generators in this process: (what was drawn, digest)
 _used_positions: set[tuple[str, bytes]] = set()
 
 # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
@@ -39,20 +37,20 @@ _CPU_STATE_BYTES = 5056
 _CPU = torch.device("cpu")
 _PIECE = 2**16  # numbers; 256 kB of float32
 _TAIL = 5.0
-_BEYOND_TAIL = float(torch.special.ndtr(torch.tensor(-_TAIL, dtype=torch.float64)))  # on one side
+_BEYOND_TAIL = float(torch.special.ndtr(torch.tensor(-_TAIL, dtype=torch.float64)))  # one-sided
 _CPU_WORDS = slice(24, 24 + 8 * 624)
-# without the seed as given, of which the stream uses 32 bits only, and a normal number kept back
+# the state without the given seed (the stream uses 32 bits of it) and a cached normal number
 _CPU_PLACE = slice(8, _CPU_WORDS.stop)
 _ENTROPY_BYTES = 8 + 4 * 624
-# whose global random numbers they are: a device's of torch, Python's or NumPy's
+# a source of global random numbers: a torch device, Python or NumPy
 _Kind = torch.device | str
-OF_RECORDS = ("python", "numpy")  # beside torch's, from which data sets draw
+OF_RECORDS = ("python", "numpy")  # data sets draw from these, and from torch's
 _ON_HOST: tuple[_Kind, ...] = (_CPU, *OF_RECORDS)
 
 
 def stream_position(generator: torch.Generator) -> bytes:
-    """Digest of where ``generator`` stands in its stream; equal digests mean equal random bits to
-    come.
+    """Digest of the position of ``generator`` in its stream. Equal digests: the next random bits
+    are equal.
     """
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
@@ -80,8 +78,8 @@ def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generat
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's global random numbers are always the same inside, and go on
-    afterwards as if nothing had been.
+    """Seed Python's, NumPy's and torch's global random numbers inside the block, and restore their
+    states afterwards.
     """
     before = [(put, get()) for get, put in map(_access, _ON_HOST)]
     try:
@@ -94,19 +92,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class PrivateRandomness:
-    """Torch's global random numbers come from a stream of their own while a block runs, and where
-    records are read Python's and NumPy's, too.
+    """While a block runs, torch's global random numbers come from a separate stream; if the block
+    reads records, also Python's and NumPy's.
 
-    A mask of dropout, or an augmentation, is drawn for a place in the batch, and one record more
-    moves the others to other places. What they are must therefore be as unknown as noise, though
-    the seed of torch is 0 or 42 in many programs. The stream of the program goes on afterwards as
-    if nothing had been drawn. (A block that seeds torch itself has the numbers of that seed.)
+    A dropout mask, or an augmentation, is drawn for a place in the batch, and one added record
+    moves the others to other places. These numbers must therefore be as secret as noise, although
+    many programs seed torch with 0 or 42. After the block the program's own streams are restored.
+    (A block that seeds torch itself has the numbers of that seed.)
 
     Args:
-        generator: the caller's, for runs that can be repeated. The numbers come from a hash of its
-            position, of what the block hides, and of how many blocks began at this position.
+        generator: the caller's, for repeatable runs. The numbers come from a hash of its position,
+            of the values that the block hides, and of how many blocks began at this position.
             None: fresh entropy from the operating system.
-        rank: of this process, as ranks with equal generators draw masks of their own.
+        rank: the rank of this process. Ranks with equal generators draw different masks.
     """
 
     def __init__(self, generator: torch.Generator | None = None, rank: int = 0) -> None:
@@ -115,12 +113,12 @@ class PrivateRandomness:
         self._process = this_process()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy draws its own numbers."""
+        """A copy draws different numbers."""
         return PrivateRandomness, ()
 
     @contextmanager
     def __call__(self, devices: Iterable[_Kind], hides: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Of the processor and of the devices; ``hides`` is what the block computes with."""
+        """For the CPU and these devices; ``hides``: the values that the block computes with."""
         with _lock:
             if _private_now:  # one block inside another
                 yield
@@ -151,7 +149,7 @@ class PrivateRandomness:
                     put(state)
 
     def _begin(self, kinds: set[_Kind], hides: Iterable[Tensor]) -> None:
-        """Have a stream for each device: of a caller's generator a new one for every block."""
+        """Make missing streams; with a caller's generator, new ones for every block."""
         if self._generator is not None or this_process() != self._process:
             self._streams, self._process = {}, this_process()
         new = kinds - self._streams.keys()
@@ -170,11 +168,11 @@ class PrivateRandomness:
 
 _private_now: list[PrivateRandomness] = []
 _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
-_lock = threading.RLock()  # torch's global streams are one for all threads
+_lock = threading.RLock()  # all threads share torch's global streams
 
 
 def _begin_process() -> None:
-    """Another thread of the parent's may have held the lock when this child was forked."""
+    """In a forked child make a new lock: a thread of the parent may have held it at the fork."""
     global _lock
     _lock = threading.RLock()
     _private_now.clear()
@@ -187,7 +185,7 @@ def _stream_from(entropy: bytes, kind: _Kind) -> Any:
     if kind == "python":
         return random.Random(entropy[:32]).getstate()
     if kind == "numpy":
-        return "MT19937", np.frombuffer(entropy[8:], np.uint32), 624  # all of them used up
+        return "MT19937", np.frombuffer(entropy[8:], np.uint32), 624  # 624: new words come next
     return _generator_from(entropy, kind).get_state()
 
 
@@ -203,7 +201,7 @@ def _access(kind: _Kind) -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 
 def seed_worker(seed: int) -> None:
-    """Begin the global random numbers of a loader's worker, of whose seed torch uses 32 bits."""
+    """Seed the global random numbers of a loader's worker. Torch uses 32 bits of the seed."""
     for kind in _ON_HOST:
         key = hashlib.shake_256(f"worker {seed} {kind}".encode())
         _, put = _access(kind)
@@ -211,17 +209,17 @@ def seed_worker(seed: int) -> None:
 
 
 class GaussianNoise:
-    """Independent standard Gaussian vectors, none of them ever drawn twice.
+    """Independent standard Gaussian vectors; no vector is drawn twice.
 
     Args:
         generator: the caller's source of randomness, for runs that can be repeated bit for bit.
             None: fresh entropy from the operating system, on the device where the noise is needed.
 
     Raises:
-        ValueError: the generator stands where this process already drew noise from an equal one.
+        ValueError: this process already drew noise from a generator in the same state.
 
-    **Privacy.** Nothing is released here. Whoever knows the seed of a generator of the caller's can
-    subtract the noise: treat the seed as secret, or leave it out.
+    **Privacy.** Nothing is released here. Anyone who knows the seed of the caller's generator can
+    subtract the noise: keep the seed secret, or leave the generator out.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -232,7 +230,7 @@ class GaussianNoise:
             _refuse_used("noise", stream_position(generator))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy draws its own noise."""
+        """A copy draws different noise."""
         return GaussianNoise, ()
 
     def standard_normal(
@@ -255,12 +253,13 @@ class GaussianNoise:
         if this_process() != self._process:
             raise StateError(
                 "this noise generator was made in another process, and a forked copy repeats its"
-                " parent's noise: build the optimizer inside the worker, or leave out generator=.",
+                " parent's noise: build the optimizer in the forked process, or leave out"
+                " generator=.",
                 code="forked",
             )
         if self.generator.device.type != device.type:
             raise ArgumentError(
-                f"generator= lives on {self.generator.device}, the parameters on {device}: pass"
+                f"generator= is on {self.generator.device}, the parameters on {device}: pass"
                 f" torch.Generator(device={str(device)!r})"
             )
         _refuse_used("noise", stream_position(self.generator))
@@ -268,8 +267,8 @@ class GaussianNoise:
     def next_stream(self, device: torch.device, hides: Iterable[Tensor | str]) -> torch.Generator:
         """The random stream for the noise of the next release.
 
-        ``hides`` is all that the release is made of: with a generator of the caller's, streams are
-        equal only where all of it is.
+        ``hides``: all values that the release is computed from. With a caller's generator, two
+        streams are equal only if all these values are equal.
         """
         if self.generator is None:
             if self._own is None or self._own.device != device or this_process() != self._process:
@@ -282,7 +281,7 @@ class GaussianNoise:
 def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Generator) -> None:
     """target ← (target + std·ξ) / divisor with ξ ~ N(0, I), in place.
 
-    On the CPU by pieces that stay in the cache: the noise itself never travels through memory.
+    On the CPU it works on pieces that fit into the cache, so the noise is not written to memory.
     """
     noise = None
     is_long = target.numel() > _PIECE and target.device.type == "cpu"
@@ -295,10 +294,11 @@ def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Gener
 def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     """N(0, std²I) in place, with its tails.
 
-    Torch makes single precision normals of uniforms of 24 bits on the CPU, 32 on a GPU, so they end
-    at √(2·24·log 2) = 5.77 or 6.7: where a record moves a sum by one standard deviation, one result
-    in a million would tell it for certain. What lies beyond 5, six in ten million, is drawn again
-    there, by the inverse of the distribution function in double precision, which ends at 9.8.
+    Torch makes float32 normals from uniform numbers of 24 bits on the CPU and 32 bits on a GPU. So
+    they end at √(2·24·log 2) = 5.77 or at 6.7: if a record moves a sum by one standard deviation,
+    one result in a million would reveal it with certainty. Numbers beyond 5 (six in ten million)
+    are therefore drawn again beyond 5, by the inverse distribution function in float64, which ends
+    at 9.8.
     """
     vector.normal_(0.0, std, generator=stream)
     if vector.dtype == torch.float64 or not vector.numel():
@@ -317,11 +317,11 @@ def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
 
 
 def _with_tails(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
-    """The same without a look at how many there are, for which a GPU would have to be waited for.
+    """The same without counting the numbers beyond 5: the CPU would have to wait for the GPU.
 
-    Places are found for the mean number m of them and t = 12√m + 40 more. By Bernstein's inequality
-    there are more than these with a probability below exp(-t²/(2m + 2t/3)), which is less than
-    10⁻²⁵ for every m; one beyond would keep the number that torch drew.
+    It handles up to m + t numbers, where m is their mean number and t = 12√m + 40. By Bernstein's
+    inequality there are more with a probability below exp(-t²/(2m + 2t/3)), which is below 10⁻²⁵
+    for every m. These would keep torch's value.
     """
     mean = 2 * _BEYOND_TAIL * len(vector)
     most = math.ceil(mean + 12 * math.sqrt(mean) + 40)
@@ -330,13 +330,13 @@ def _with_tails(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     lengths = -std * torch.special.ndtri(share * _BEYOND_TAIL)
     before = vector[places.clamp(min=0)]
     change = torch.copysign(lengths.to(vector.dtype), before) - before
-    # of equal sign and within a factor of two, as nearly all are, numbers add up exactly
+    # the sum is exact for numbers of equal sign within a factor of two, as nearly all are
     return vector.index_add_(0, places.clamp(min=0), change.masked_fill(places < 0, 0.0))
 
 
 def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Vectors of one length by pieces on which several operations in a row run in the cache;
-    on a GPU as they are.
+    """Vectors of one length, on the CPU in pieces that stay in the cache during several operations;
+    on a GPU unchanged.
     """
     if vectors[0].shape[0] > _PIECE and vectors[0].device.type == "cpu":
         yield from zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
@@ -348,12 +348,12 @@ def stream_of_key(
     what: str, generator: torch.Generator, parts: Iterable[Tensor | str], device: torch.device | str
 ) -> torch.Generator:
     """The generator for ``what``. Its seed is a hash of ``parts`` and of the next 256 bits of
-    ``generator``, and it takes no more of the latter.
+    ``generator``, which advances by these bits only.
 
-    Streams of two callers that overlap give independent generators, unless they stand at the same
-    position, which is used once in a process.
+    If the streams of two callers overlap, their generators are still independent unless the
+    positions are equal. Each position is used once in a process.
     """
-    with _lock:  # of two threads one alone may use a position
+    with _lock:  # only one thread may use a position
         position = stream_position(generator)
         _refuse_used(what, position)
         _used_positions.add((what, position))
@@ -386,9 +386,9 @@ def _refuse_used(what: str, position: bytes) -> None:
 
 
 def can_hide(scale: float) -> bool:
-    """False for a clip bound, or a noise standard deviation, where squares and sums over records
-    could overflow or be rounded to nothing, and one record would show. All is clipped, summed and
-    noised in float64, whatever the model's dtype. ``scale`` is public.
+    """False for a clip bound or noise standard deviation at which squares and sums over records
+    could overflow or round to 0, which would reveal a record. Clipping, sums and noise are in
+    float64, whatever the model's dtype. ``scale`` is public.
     """
     return 1e-30 < scale < 1e150
 
@@ -405,7 +405,7 @@ def check_clip_bound(name: str, value: Any, what: str) -> float:
     """``value`` as a clip bound that noise can hide."""
     if not can_hide(bound := check_positive(name, value, what)):
         raise ArgumentError(
-            f"{name} = {value!r} is too extreme for sums in 64-bit floats: use a value between"
-            " 1e-30 and 1e150, if necessary in other units of parameters or data."
+            f"{name} = {value!r} is out of range for sums in float64: use a value between 1e-30"
+            " and 1e150; if necessary change the units of parameters or data."
         )
     return bound

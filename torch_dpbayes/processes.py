@@ -1,4 +1,4 @@
-"""Identify a process, so that a fork shares no sessions, noise, batches or messages."""
+"""Identify a process, so that a forked child shares no sessions, noise, batches or messages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weakref import WeakSet
 
 from .errors import StateError
 
-_forks = 0  # between the first process of this program and this one
+_forks = 0  # how many forks lie between the program's first process and this one
 _RLock: Any = type(threading.RLock())
 
 
 class Lock(_RLock):
-    """A reentrant lock. A child has no thread that could let go of one that another thread held at
-    the fork, and finds what was done under it half done: there it raises.
+    """A reentrant lock. If another thread holds it at a fork, the child can never acquire it, and
+    the work under it is half done in the child: acquiring it there raises.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class Lock(_RLock):
 class _HeldAtFork(Lock):
     def __enter__(self) -> NoReturn:
         raise StateError(
-            "another thread was in the middle of a step or draw when this process was forked, so"
-            " it is half done here: fork before or after, or start processes by spawn.",
+            "this process was forked while another thread made a step or draw, so it is half done"
+            " here: fork before or after it, or start processes by spawn.",
             code="forked",
         )
 
@@ -36,7 +36,7 @@ _locks = WeakSet[Lock]()
 
 
 def after_fork(function: Callable[[], None]) -> None:
-    """Have ``function`` called in each forked child, where a system forks."""
+    """Call ``function`` in each forked child, on systems that fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
@@ -55,7 +55,7 @@ after_fork(_begin_child)
 
 
 def this_process() -> tuple[int, int]:
-    """Which process this is among those that share its memory's past: a pid can come again in a
-    descendant, a number of forks cannot.
+    """Identifies this process among its ancestors and descendants: a pid can occur again in a
+    descendant, but not with the same number of forks.
     """
     return os.getpid(), _forks

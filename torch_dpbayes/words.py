@@ -11,25 +11,25 @@ from tqdm.auto import tqdm
 from .accounting.accountant import PrivacyAccountant
 from .accounting.report import bar, spent_in_words
 
-_SOON = 2.0  # seconds after which it is shown how far something is
+_SOON = 2.0  # seconds before a progress bar appears
 
 Step = TypeVar("Step")
 
 
 def shown(steps: Iterable[Step], what: str) -> Iterable[Step]:
-    """The steps, with a progress bar at a terminal or in a notebook where they take long."""
+    """The steps, with a progress bar if they take long (in a terminal or a notebook)."""
     progress: Iterable[Step] = tqdm(steps, what, delay=_SOON, disable=None, leave=False)
     return progress
 
 
 def one_line(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:
-    """A ``repr``: the class, its numbers, and what is spent."""
+    """A ``repr``: the class, its numbers, and the spent epsilon."""
     shown = [f"{name}={_rounded(value)}" for name, value in numbers.items()]
     return f"{type(of).__name__}({', '.join(shown)}): {spent_in_words(accountant)}"
 
 
 def html(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:
-    """The same for a notebook, with ε as a bar where there is a budget."""
+    """The same as HTML for a notebook; if there is a budget, a bar shows ε."""
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(_rounded(value).strip(chr(39)))}</td></tr>"
         for name, value in numbers.items()

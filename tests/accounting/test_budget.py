@@ -300,7 +300,7 @@ def test_the_accountant_shows_it():
     step = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
     free = PrivacyAccountant()
     assert free.odometer(1e-5) == 0.0
-    with pytest.raises(ValueError, match="delta is needed"):
+    with pytest.raises(ValueError, match="so delta is missing"):
         free.odometer()
     bound = PrivacyAccountant(3.0, 1e-5)
     shown = []

@@ -101,7 +101,7 @@ def test_a_zeroed_record_stays_in_its_batch(event, same):
     zeroed = PrivacyAccountant(neighboring="zero_out", unit=unit).compose(event, 3)
     removed = PrivacyAccountant(unit=unit).compose(same or event, 3)
     assert zeroed.get_epsilon(1e-5) == removed.get_epsilon(1e-5)
-    with pytest.raises(ValueError, match="not accounted for under zero_out"):
+    with pytest.raises(ValueError, match="not supported under zero_out"):
         PrivacyAccountant(neighboring="zero_out").compose(
             events.SampledWithoutReplacementDpEvent(10, 2, GaussianDpEvent(1.0))
         )

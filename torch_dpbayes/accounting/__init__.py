@@ -1,4 +1,4 @@
-"""Compute what releases cost and what is left of a budget: events, accountant, calibration."""
+"""Compute the cost of releases and the rest of a budget: events, accountant, calibration."""
 
 from . import mechanisms, random_allocation, selection  # noqa: F401  (for their events)
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded

@@ -45,10 +45,10 @@ _COMMANDS = {
 _NAMES = {
     "pld": "epsilon, privacy loss distributions",
     "rdp": "epsilon, Renyi curves",
-    "gdp_lower_bound": "epsilon, central limit (of many steps, below)",
+    "gdp_lower_bound": "epsilon, central limit (too small for many steps)",
     "replace_one": "epsilon, privacy loss distributions, replace one",
 }
-_LARGEST_EXPONENT = 700  # whose exponential is a float
+_LARGEST_EXPONENT = 700  # exp() of larger numbers overflows
 
 
 def _finite(number: float | None) -> float | None:
@@ -59,7 +59,7 @@ def _finite(number: float | None) -> float | None:
 
 
 def ledger_report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict[str, Any]:
-    """The contents of a ledger as JSON can hold them; infinite numbers are ``None``."""
+    """The contents of a ledger in a form for JSON; infinite numbers are ``None``."""
     last: dict[str | None, events.DpEvent] = {}
     for row in rows:
         if row.kind in ("charge", "block") and row.event is not None:
@@ -126,14 +126,14 @@ def ledger_main(arguments: list[str]) -> int:
     """Command ``LEDGER``: print the contents of a ledger."""
     parser = argparse.ArgumentParser(
         "python -m torch_dpbayes.accounting",
-        description="Prints the charges in a ledger, and the rest of its budget. Without a ledger:"
-        f" {', '.join(_COMMANDS)} (see epsilon --help) print what a plan costs.",
+        description="Prints the charges in a ledger, and the rest of its budget. Without a ledger,"
+        f" {', '.join(_COMMANDS)} print the cost of a plan (see epsilon --help).",
     )
     parser.add_argument("file", help="the ledger, as in PrivacyAccountant(path=...)")
     parser.add_argument(
         "--delta",
         type=float,
-        help="report epsilon at this delta (default: the budget's, else 1e-5)",
+        help="report epsilon at this delta (default: that of the budget, else 1e-5)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
@@ -161,8 +161,8 @@ def epsilon_of(
 
 
 def gdp_epsilon(plan: dict[str, Any]) -> float | None:
-    """Epsilon by the central limit of Gaussian differential privacy (Bu, Dong, Long, Su 2020), an
-    approximation that is below the truth where there are many steps.
+    """Epsilon by the central limit of Gaussian differential privacy (Bu, Dong, Long, Su 2020). This
+    approximation is below the true epsilon if there are many steps.
     """
     rate, noise, root = plan["sample_rate"], plan["noise_multiplier"], math.sqrt(plan["steps"])
     if rate < 1 and noise**-2 > _LARGEST_EXPONENT:
@@ -172,7 +172,7 @@ def gdp_epsilon(plan: dict[str, Any]) -> float | None:
 
 
 def plan_report(command: str, plan: dict[str, Any], method: Method, relation: Neighboring) -> Any:
-    """The answer of a plan command as JSON can hold it."""
+    """The result of a plan command in a form for JSON."""
     if command == "epsilon":
         return {"epsilon": epsilon_of(plan, method, relation)}
     if command == "compare":
@@ -193,7 +193,7 @@ def plan_main(command: str, arguments: list[str]) -> int:
     """Run one of the commands that need no ledger."""
     parser = argparse.ArgumentParser(
         f"python -m torch_dpbayes.accounting {command}",
-        description="The cost of Poisson-sampled Gaussian steps, planned in advance.",
+        description="Computes the cost of Poisson-sampled Gaussian steps in advance.",
     )
     for name in _COMMANDS[command]:
         kind, what = _OPTIONS[name]

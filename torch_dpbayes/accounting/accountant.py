@@ -1,4 +1,4 @@
-"""The privacy accountant: what was released, what it cost, what is left."""
+"""The privacy accountant: releases, their cost, and the rest of the budget."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Charge(NamedTuple):
 
 
 class EpsilonBounds(NamedTuple):
-    """Bounds on epsilon: the guarantee (upper), and the least that the events allow (lower)."""
+    """Bounds on epsilon: the guarantee (upper), and what the events cost at least (lower)."""
 
     lower: float
     upper: float
 
 
 def _setting(name: str, doc: str) -> Any:
-    """A setting of an accountant, to be read."""
+    """A read-only setting of an accountant."""
     return property(attrgetter(f"_session.settings.{name}"), doc=doc)
 
 
@@ -60,21 +60,21 @@ class PrivacyAccountant:
             file.
         delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-30.
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi
-            curves: it is less tight, above all for few releases, and accepts zero-concentrated
-            ones.
-        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or the
-            same member of ``dp_accounting.NeighboringRelation``.
+            curves: it is less tight, mostly for few releases, and accepts zero-concentrated
+            releases.
+        neighboring: ``"add_or_remove_one"``: data sets differ by one added or removed record;
+            ``"replace_one"``: by one replaced record. Or a ``dp_accounting.NeighboringRelation``.
         unit: neighbouring data sets differ by one ``"record"``, or by one ``"user"`` with all their
-            records. The second takes only charges for users
+            records. An accountant for users accepts only user-level charges
             (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`).
-        path: a SQLite file that keeps the history, made if there is none. Processes share it: the
-            accountant may be forked, copied, sent to multiprocessing workers and opened again, all
-            as one job. Any other process that opens a file with charges is a later job. A process
-            reserves releases in advance; closing (``with``, :meth:`close`, or the end of the
-            program) returns them. If it is killed, at most 64 stay charged, or half as many as it
-            made. The file needs a local disk, and one path for all processes. Back it up while no
-            program uses it, or together with the file ending in ``-wal``, which has the newest
-            charges.
+        path: a SQLite file that keeps the history; it is made if there is none. Processes share it:
+            you may fork, copy and reopen the accountant, and send it to multiprocessing workers;
+            all of these are one job. Any other process that opens a file with charges is a later
+            job. A process reserves releases in advance, and returns them when it closes the
+            accountant (``with``, :meth:`close`, or the end of the program). If it is killed, at
+            most 64 reserved releases stay charged, or half as many as it made. The file must be on
+            a local disk, and have one path for all processes. Back it up while no program uses it,
+            or together with the file ending in ``-wal``, which contains the newest charges.
 
     Raises:
         ArgumentError: a setting is out of range, or differs from that of the file.
@@ -86,19 +86,20 @@ class PrivacyAccountant:
     * *Fixed.* The parameters and the number of releases were fixed before the first one (also for
       ``method="rdp"``, because the best order is chosen afterwards). This means one job, or several
       jobs that all opened an empty file.
-    * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the
+    * *Filter.* Parameters may depend on earlier outputs: ``compose(..., adaptive=True)`` from the
       first charge on, or a later job. The sum of Renyi divergences at one order (of mu^2, if the
-      declared first charge is a Gaussian) must stay below a limit. Order and limit follow from the
-      budget and the first charge, so they are fixed before the first release (Feldman, Zrnic 2021;
-      Smith, Thakurta 2022). The guarantee is the whole budget. If a later job turns an undeclared
-      file into a filter, earlier charges count; if they exceed the limit, later jobs are refused.
-      Then the guarantee is (epsilon, delta) if outputs did not decide whether there would be later
-      jobs, and (epsilon, 2 delta) if they did. A first charge with ``adaptive=True`` avoids that.
-    * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is
-      infinite.
+      first charge is adaptive and a Gaussian) must stay below a limit. Order and limit follow from
+      the budget and the first charge, so they are fixed before the first release (Feldman, Zrnic
+      2021; Smith, Thakurta 2022). The guarantee is the whole budget. If the first charge was not
+      adaptive, the filter starts with the first later job, and earlier charges count; if they
+      exceed the limit, later jobs are refused. Then the guarantee is (epsilon, delta) if outputs
+      did not decide whether there would be later jobs, and (epsilon, 2 delta) if they did. With
+      ``adaptive=True`` in the first charge it is (epsilon, delta) in both cases.
+    * *None.* A later job charged a file without a budget: no limit was fixed in advance, so epsilon
+      is infinite.
     """
 
-    _is_asserted = False  # whether the note on Poisson sampling is kept
+    _is_asserted = False  # whether the note on Poisson sampling is stored
 
     def __init__(
         self,
@@ -155,14 +156,14 @@ class PrivacyAccountant:
 
     @property
     def is_later_job(self) -> bool:
-        """Whether others had charged the ledger before this job, so that a filter enforces the
+        """Whether the ledger held charges when this job began, so that a filter enforces the
         budget.
         """
         return self._session.later
 
     @property
     def history(self) -> tuple[Charge, ...]:
-        """A copy of all charges, in order of first occurrence; equal ones are added up."""
+        """A copy of all charges, in order of first occurrence; equal charges are one line."""
         found = Counter[tuple[DpEvent, str | None, bool]]()
         for key, count in self._turns.read(lambda history: dict(history.charges)).items():
             found[key.event, key.label, key.flag == "adaptive"] += count
@@ -170,7 +171,7 @@ class PrivacyAccountant:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The assumptions of the guarantee: statements of :meth:`note` and of charged events."""
+        """The assumptions of the guarantee, from :meth:`note` and from charged events."""
         found = self._turns.read(lambda history: [*history.notes(), *history.event_notes()])
         return tuple(dict.fromkeys(found))
 
@@ -179,8 +180,8 @@ class PrivacyAccountant:
         return self._turns.read(lambda history: sum(history.charges.values()))
 
     def __bool__(self) -> bool:
-        # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would
-        # drop a budget.
+        # otherwise an empty accountant would be false, and ``accountant or PrivacyAccountant()``
+        # would drop its budget
         return True
 
     def __repr__(self) -> str:
@@ -195,7 +196,7 @@ class PrivacyAccountant:
         )
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with ε as a bar where there is a budget."""
+        """The same as HTML for a notebook; if there is a budget, a bar shows ε."""
         return f"{escape(repr(self))}{report.bar(self)}"
 
     @overload
@@ -218,8 +219,9 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon; infinite if the failures of releases use up ``delta``. Under
-            a filter it is always the whole budget, because results may decide when to stop.
+            An upper bound on epsilon. It is infinite if the failures of releases use all of
+            ``delta``. Under a filter it is always the whole budget, because outputs may decide when
+            the run stops.
         """
         at = self._default_delta(delta)
 
@@ -241,13 +243,13 @@ class PrivacyAccountant:
     def risk(
         self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
     ) -> risk.Risk:
-        """Upper bounds on what an attacker can learn about one user; ``print`` it.
+        """Upper bounds on what an attacker can learn about one user; ``print`` the result.
 
         Args:
-            prior: the attacker's probability, before anything was released, that the user took
-                part.
-            false_positive_rate: how often the attack may accuse somebody wrongly.
-            delta: of ``epsilon`` and ``gdp_mu``. Defaults to the budget's, else 1e-5.
+            prior: the attacker's probability, before any release, that the user is in the data.
+            false_positive_rate: the probability that the attack accuses a user who is not in the
+                data.
+            delta: δ of ``epsilon`` and ``gdp_mu``. Defaults to that of the budget, else 1e-5.
         """
         at = report.delta_of(self) if delta is None else events.check_delta(delta)
         chances = {"prior": prior, "false_positive_rate": false_positive_rate}
@@ -255,11 +257,11 @@ class PrivacyAccountant:
         return self._turns.read(lambda history: risk.assess(history, delta=at, **checked))
 
     def plot_risk(self, axes: Any = None, **options: Any) -> Any:
-        """Draws true- against false-positive rates of the best attack.
+        """Plots the true-positive rate of the best attack against its false-positive rate.
 
         Args:
-            axes: of matplotlib; a new figure's if ``None``.
-            options: those of :meth:`risk`.
+            axes: Matplotlib axes; ``None``: those of a new figure.
+            options: the arguments of :meth:`risk`.
 
         Returns:
             The axes.
@@ -267,20 +269,20 @@ class PrivacyAccountant:
         return report.draw(self.risk(**options), axes)
 
     def odometer(self, delta: float | None = None) -> float:
-        """An epsilon that is valid at all times, even if noise multipliers, rates and the time to
-        stop were chosen from earlier outputs. It needs no budget and no ``adaptive=True``.
+        """An epsilon that is valid at all times, even if noise multipliers, rates and the stopping
+        time depend on earlier outputs. It needs no budget and no ``adaptive=True``.
 
         If E is the odometer when the releases end, P(S) <= E_Q[exp(E) 1_S] + delta for all S,
-        whatever the reason for the end. It is infinite if a release may fail (``FailureDpEvent``).
+        for any reason to stop. It is infinite if a release may fail (``FailureDpEvent``).
 
         Args:
-            delta: fixed before the first release: outputs must not choose it. Defaults to the
-                budget's; it is then tightest near the budget.
+            delta: must be fixed before the first release, not chosen from outputs. Defaults to that
+                of the budget; the odometer is then tightest near the budget.
 
         Returns:
-            An upper bound, larger than that of a filter that the same releases use up: after 100
-            sampled steps by about 15 percent (9 with a budget), after 100 steps on full batches,
-            whose filter is tighter, by up to 35 (22).
+            An upper bound. It is larger than the epsilon of a filter that these releases exhaust:
+            by about 15 percent after 100 sampled steps (9 with a budget), and by up to 35 percent
+            (22) after 100 steps on full batches, for which the filter is tighter.
         """
         at = self._default_delta(delta)
         return self._turns.read(
@@ -288,11 +290,11 @@ class PrivacyAccountant:
         )
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits the budget; ``math.inf`` without a budget, or if it
-        costs nothing. With more than 48 different releases a few more may fit.
+        """How many times ``event`` still fits the budget; ``math.inf`` without a budget, or if
+        ``event`` costs nothing. With more than 48 different releases a few more may fit.
 
-        Other processes may return what they reserved. A later job gets the number that its filter
-        allows; before a first charge with ``adaptive=True`` the filter does not count yet.
+        The number can rise when other processes return reserved releases. For a later job it is
+        what the filter allows. Before a first charge with ``adaptive=True`` there is no filter yet.
         """
         need = needed(self._session.decompose(event, 1))
         left = self._turns.read(lambda history: history.remaining(need) if need else None)
@@ -302,7 +304,7 @@ class PrivacyAccountant:
         delta = self.delta if delta is None else events.check_delta(delta)
         if delta is None:
             raise ArgumentError(
-                "delta is needed, because this accountant has no budget: get_epsilon(delta=1e-5)."
+                "this accountant has no budget, so delta is missing: write get_epsilon(delta=1e-5)."
             )
         return delta
 
@@ -315,15 +317,15 @@ class PrivacyAccountant:
 
         Args:
             event: see :mod:`torch_dpbayes.accounting.events`.
-            count: how often.
-            label: :meth:`summary` adds up the shares of each label.
+            count: the number of releases.
+            label: :meth:`summary` shows the share of each label in the cost.
             adaptive: the parameters of this charge depend on earlier outputs. Then the guarantee is
-                a filter; it needs a budget and must start with the first charge.
+                a filter. It needs a budget, and ``adaptive=True`` from the first charge on.
 
         Raises:
             PrivacyBudgetExceeded: the charge would exceed the budget. Nothing may be released.
             LedgerError: the charge could not be written to the file. Nothing may be released.
-            ArgumentError: the event gives no guarantee here; the message says what to use instead.
+            ArgumentError: the event gives no guarantee under this accountant's settings.
         """
         if self._turns.repeated(event, count, label, adaptive):
             return self
@@ -344,8 +346,8 @@ class PrivacyAccountant:
     def note(self, statement: str) -> None:
         """Stores an assumption of the guarantee, such as a statement about a model.
 
-        :meth:`summary` shows it under ``rests on``. Saved states contain it, and with ``path`` the
-        file contains it for all jobs. Equal statements are stored once.
+        :meth:`summary` shows it under ``rests on``. Saved states contain it; with ``path`` it is in
+        the file, for all jobs. Equal statements are stored once.
 
         Raises:
             LedgerError: the statement could not be written to the file.
@@ -357,7 +359,7 @@ class PrivacyAccountant:
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Charges one Poisson-sampled Gaussian release; Opacus calls this method.
 
-        The caller asserts Poisson sampling; :meth:`summary` then says so.
+        The caller asserts Poisson sampling, and :meth:`summary` shows this assumption.
         """
         rate = events.sampling_rate(sample_rate)
         release = events.GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
@@ -376,10 +378,10 @@ class PrivacyAccountant:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- handing on -------------------------------------------------------------------------------
+    # --- exporting and saving ---------------------------------------------------------------------
 
     def to_dp_event(self) -> events.ComposedDpEvent:
-        """The history as one event, for any dp_accounting accountant that knows its parts."""
+        """The history as one event, for any dp_accounting accountant that supports its parts."""
         return events.ComposedDpEvent(
             [events.SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
         )
@@ -393,14 +395,14 @@ class PrivacyAccountant:
             return report.summary(self._session, bounds, delta, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings and the history, each release with its job, as strings, numbers, lists and
-        dicts; with ``path`` also the file's identity and the last row read.
+        """The settings, and the history with the job of each release, as strings, numbers, lists
+        and dicts; with ``path`` also the file's identity and the last row read.
         """
 
         def saved(session: History) -> dict[str, Any]:
             session.refresh()
             session.settle()
-            session.refresh()  # up to the rows that were just written
+            session.refresh()  # read the rows that were just written
             own = {"job": session.job, "notes": session.notes()}
             return {**session.saved(), **session.place, **own}
 
@@ -408,20 +410,20 @@ class PrivacyAccountant:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies a saved history and its notes into this accountant, which must be empty and have
-        the same method and relation. It keeps its own budget; if the history is adaptive, both must
-        be equal.
+        the same method, relation and unit. It keeps its own budget; if the history is adaptive, the
+        saved budget must be the same.
 
         A state that was saved from a file belongs to that file. If you load it there, the file must
         contain the saved charges, and nothing is charged. Any other accountant refuses it.
 
-        Later releases of the saved accountant in memory, or of another copy of its state, are not
-        counted here: :meth:`summary` names this assumption. With ``path`` all are counted.
+        Without ``path``, releases of the saved accountant after it was saved, or of another copy of
+        its state, are not counted here: :meth:`summary` names this assumption.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is
                 loaded.
-            ArgumentError: this accountant is not empty, has other settings, or is not the file that
-                the state belongs to.
+            ArgumentError: this accountant is not empty, has other settings, or belongs to another
+                file than the state.
         """
         charges = read_saved(state_dict, self._session.settings)
         self._turns.change(lambda session: session.take_over(state_dict, charges))
@@ -429,9 +431,9 @@ class PrivacyAccountant:
             self.note(statement)
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
-        """Resumes a saved run: an empty accountant copies its history, any other must contain it.
-        Equal releases of other runs do not count for it. Optimizers call this when they load a
-        state.
+        """Resumes a saved run: an empty accountant copies its history, any other one must contain
+        it. Equal releases of other runs do not count as this run's. Optimizers call this when they
+        load a state.
 
         Raises:
             ArgumentError: this accountant does not contain the saved charges.
@@ -455,7 +457,7 @@ class PrivacyAccountant:
         job = session.job, session.later, _this_program()
         return _open_again, (str(session.path), session.ledger.id, *job)
 
-    # --- what Opacus asks of an accountant --------------------------------------------------------
+    # --- the methods that Opacus calls ------------------------------------------------------------
 
     @classmethod
     def mechanism(cls) -> str:
@@ -463,21 +465,21 @@ class PrivacyAccountant:
         return "torch_dpbayes"
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """The hook that Opacus' ``make_private`` attaches to its optimizer: each of its steps is
-        charged by :meth:`step`.
+        """The hook that Opacus' ``make_private`` attaches to its optimizer. It charges each step by
+        :meth:`step`.
         """
         rate = events.sampling_rate(sample_rate)
 
         def charge(optimizer: Any) -> None:
             if {"unclipped_num_std", "_adjusted_noise_multiplier"} & vars(optimizer).keys():
                 raise StateError(
-                    "Opacus' adaptive clipping also releases how many records it clips, and"
-                    " charges too little for this: use another clipping."
+                    "Opacus' adaptive clipping also releases the number of clipped records, and"
+                    " charges too little for it: use another clipping."
                 )
             if optimizer.accumulated_iterations != 1:
                 raise StateError(
-                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step, in"
-                    " which a record may count more than once: step after every batch, and use"
+                    f"Opacus summed {optimizer.accumulated_iterations} batches for one step, which"
+                    " may contain a record more than once: step after every batch, and use"
                     " Opacus' BatchMemoryManager for batches that do not fit into memory."
                 )
             self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
@@ -487,20 +489,20 @@ class PrivacyAccountant:
                 charge(optimizer)
             except BaseException:
                 for p in optimizer.params:
-                    p.grad = None  # where Opacus put the noisy sum before
+                    p.grad = None  # Opacus already put the noisy sum there
                 raise
 
         return hook
 
 
 def _this_program() -> str:
-    """The same in this process and in all that multiprocessing, or a fork, begins from it."""
+    """A text that this process shares with its forked children and multiprocessing workers only."""
     return hashlib.blake2b(bytes(current_process().authkey), digest_size=16).hexdigest()
 
 
 def _open_again(path: str, identity: str, job: str, later: bool, program: str) -> PrivacyAccountant:
-    """The accountant of the same job, in the program that sent it and its workers; anywhere else,
-    as if kept until tomorrow, of a later job.
+    """The unpickled accountant: in the program that pickled it, and its workers, of the same job;
+    anywhere else of a later job.
     """
     ledger, is_same = Ledger(path, {"id": identity}), program == _this_program()
     with LOCK:
@@ -509,9 +511,7 @@ def _open_again(path: str, identity: str, job: str, later: bool, program: str) -
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:
-    """A ledger as it is, and its rows, without writing anything; the accountant is that of a
-    new job.
-    """
+    """The accountant of a new job at a ledger, and the ledger's rows. Nothing is written."""
     rows = Ledger(path, {}, read_only=True).read()
     with LOCK:
         return PrivacyAccountant.at(Session(Ledger(path, {}, read_only=True))), rows

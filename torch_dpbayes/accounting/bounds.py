@@ -1,23 +1,23 @@
 r"""Epsilon and delta of a history by privacy loss distributions: upper bounds, and lower ones.
 
-Upper bounds discretise so that privacy only looks worse, and add what the computation does not see.
+Upper bounds discretise towards less privacy, and add all mass that the computation leaves out.
 Lower bounds round the other way.
 
-*Rare, large losses.* Where they decide, a release is cut in two: losses up to a cut, of mass a
-under P and b under Q, and the rest, r. Losses up to the cut are composed on a grid of their own.
+*Rare, large losses.* If these decide, the losses of a release are split: losses up to a cut, with
+mass a under P and b under Q, and the rest, r. Losses up to the cut are composed on a separate grid.
 With G the delta of that composition,
 
 .. math:: \delta(\varepsilon) = \sum_A \int G_{-A}\Big(\varepsilon - \sum_{i \in A} \ell_i\Big)
     \prod_{i \in A} r_i(d\ell_i),
 
-A the releases with a loss above the cut, and G_{-A} as G, without them. Fewer releases tell no more
-than all of them, so that
+where A is the set of releases with a loss above the cut, and G_{-A} is G without them. Fewer
+releases reveal at most as much as all of them, so
 
 .. math:: G_{-A}(x) \le G\Big(x + \sum_{i \in A} \log \frac{a_i}{b_i}\Big)
     \prod_{i \in A} \frac1{a_i}.
 
-One loss above the cut, and the sum of two, have masses on a grid that is even in log l; three and
-more have a mass of at most m^3 / 6 exp(m), m that of one.
+One loss above the cut, and sums of two, have masses on a grid that is even in log l. Three or more
+have a mass of at most m^3 / 6 exp(m), where m is the mass of one.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ from .privacy_loss import (
 from .tilted_window import ACCURACY, choose_window, of_grid
 
 MOST_STEPS = 2**40
-LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
-_ROUGH = 1e-2  # of a first bound in the better direction; of many releases a fifth is tried, too
-_MOST_CUT = 512  # different releases whose losses are cut
+LARGEST_EXCESS = 1e3  # replaces larger values, so that root finding can interpolate
+_ROUGH = 1e-2  # accuracy of a first bound; for many releases a fifth of it is tried, too
+_MOST_CUT = 512  # losses are cut for at most so many different releases
 _LOWER_RATIO = 1.005
-# shares of delta, and of epsilon, from which on cut losses are tighter
+# above these shares of delta, and of epsilon, a cut is tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
-_COARSE = 0.05  # of epsilon, that a cell of the grid may be wide
-_VANISHING = 1e-3  # relative excess that is aimed at where epsilon is far below the losses
-_FINER = 8.0  # ratio of the grids that are tried for it
-_RARE = 0.01  # rates of all releases together
-_CUT, _LARGEST_CUT = 0.25, 64.0  # of epsilon
-_THREE = 1e-4  # of delta, that three losses above the cut may have
-_MOST_MASS = 5e-4  # above the cut; delta is larger by about as much
-_TILT = 50.0  # over epsilon: a larger one would hide losses about 0
-_POINTS, _EVERY = 1536, 3  # of the grid, and which of them count for sums of two
-_ATTEMPTS, _CLOSE = 4, 0.9  # at a smaller epsilon, if the one before was far too large
+_COARSE = 0.05  # largest width of a cell, relative to epsilon
+_VANISHING = 1e-3  # target for the relative excess if epsilon is far below the losses
+_FINER = 8.0  # ratio of consecutive grids that are tried for it
+_RARE = 0.01  # largest sum of added losses, about the sum of all rates
+_CUT, _LARGEST_CUT = 0.25, 64.0  # first and largest tried cut, relative to epsilon
+_THREE = 1e-4  # largest share of delta for three losses above the cut
+_MOST_MASS = 5e-4  # above the cut; it increases delta by about the same
+_TILT = 50.0  # largest tilt, times epsilon: a larger one would hide losses about 0
+_POINTS, _EVERY = 1536, 3  # grid points; every third one is used for sums of two
+_ATTEMPTS, _CLOSE = 4, 0.9  # tries again while the bound falls below this ratio
 _BELOW = 1 - 1e-9  # rounds a mass by quadrature down
 
 
 def require_loss_distribution(pair: Pair) -> None:
-    """Raise where a pair is known by its Renyi curve only."""
+    """Raise if a pair has only a Renyi curve."""
     if isinstance(pair, pairs.Concentrated):
         raise ArgumentError(
             "zero-concentrated differential privacy has no privacy loss distribution: use"
@@ -93,7 +93,7 @@ def _has_no_guarantee(counts: Mapping[Pair, int]) -> bool:
 
 
 def only_mu(levels: Mapping[Pair, int]) -> float | None:
-    """mu of merged levels that are one Gaussian or none; ``None`` if there is anything else."""
+    """mu of merged levels that are one Gaussian or empty; else ``None``."""
     only = next(iter(levels), pairs.Gaussian(0.0))
     return only.mu if len(levels) <= 1 and isinstance(only, pairs.Gaussian) else None
 
@@ -155,12 +155,12 @@ def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
-    """Epsilon at ``delta``, or delta at ``epsilon``, in the worse direction, which a rough bound on
-    the other one often shows.
+    """Epsilon at ``delta``, or delta at ``epsilon``, in the worse direction. A rough bound often
+    shows that the second direction is not worse.
     """
     delta: Any = asked.get("delta")
     epsilon: Any = asked.get("epsilon")
-    # sampled releases are cut, beside a Gaussian that is not
+    # sampled releases are cut, also together with Gaussians, which are not
     cuts = len(levels) <= _MOST_CUT
     cuts = cuts and all(isinstance(pair, pairs.Sampled | pairs.Gaussian) for pair in levels)
 
@@ -171,7 +171,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         return answer, found
 
     def by_cut(found: float, reverse: bool) -> float:
-        with suppress(OverflowError):  # losses too far apart: it stays loose
+        with suppress(OverflowError):  # losses are too far apart: the bound stays loose
             if epsilon is None:
                 return epsilon_by_cut(levels, delta, found, reverse)
             return delta_by_cut(levels, epsilon, found, reverse)
@@ -207,8 +207,8 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
 
 
 def _of_added(levels: Mapping[Pair, int]) -> tuple[Mapping[Pair, int], bool]:
-    """The same where a record was added, and whether each pair is still to be reversed. Of a few
-    rare releases losses far below 0 leave the sum below 0: they count as less far below.
+    """The levels for an added record, and whether their pairs must still be reversed. With a few
+    rare releases, losses far below 0 make the sum negative, and are set to a larger value.
     """
     most = pairs.largest_added_sum(levels) * (1 + 1e-12)
     sampled = {pair: n for pair, n in levels.items() if isinstance(pair, pairs.Sampled)}
@@ -220,16 +220,15 @@ def _of_added(levels: Mapping[Pair, int]) -> tuple[Mapping[Pair, int], bool]:
 def _vanishing_epsilon(
     levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool
 ) -> float:
-    """An upper bound, if it is below ``epsilon``, else that: of an epsilon far below most losses,
-    which are put on finer and finer grids. Its relative error is that of delta(0) over
-    1 - delta / delta(0).
+    """An upper bound on an epsilon far below most losses, by finer and finer grids; ``epsilon`` if
+    none is smaller. The relative error is that of delta(0), divided by 1 - delta / delta(0).
     """
     fineness = 1.0
     for _ in range(_ATTEMPTS):
         near = compose(levels, reverse, epsilon=epsilon, fineness=fineness)
         before, epsilon = epsilon, min(epsilon, near.upper_epsilon(delta))
         small = 1 - delta / near.upper_delta(0.0)
-        # the error falls as the interval's square, and is a quarter of its bound at most
+        # the error is proportional to interval^2, and at most a quarter of its bound
         is_close = fineness > 1 and before - epsilon <= (_FINER**2 - 1) * _VANISHING * before
         if is_close or of_grid(fineness) / 4 <= _VANISHING * small:
             break
@@ -243,7 +242,7 @@ def _vanishing_epsilon(
 @loss_nodes.register
 def _(pair: pairs.Capped, tail: float, interval: float | None = None) -> Nodes:
     sampled, most = pair.pair, pair.most
-    if pair.reverse:  # of which no loss passes -log(1 - q)
+    if pair.reverse:  # no loss of a reverse is above -log(1 - q)
         losses, masses, _ = sampled_nodes(sampled, tail, interval, most=most)
         losses, masses = -losses, masses * np.exp(-losses)
         below = float(special.ndtr(-sampled_point(sampled, np.array([most]))[0] / sampled.noise))
@@ -289,10 +288,10 @@ def delta_by_cut(
 def _cut(
     levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool
 ) -> Callable[[float], float] | None:
-    """An upper bound on delta at each epsilon, close to the truth near these two, if any is."""
+    """An upper bound on delta at each epsilon, tight near these two; ``None`` if no cut fits."""
     tail, cut, three = tail_of(delta, sum(levels.values())), _CUT * epsilon, math.inf
     mass = math.inf
-    # a reverse is all in the core; a pair that is its own reverse has the same large losses
+    # a reverse is completely in the core; a pair that is its own reverse has the same large losses
     cuttable = {p: n for p, n in levels.items() if not (reverse and pairs.has_two_directions(p))}
     while three > _THREE * delta or mass > _MOST_MASS:
         if cut > _LARGEST_CUT * epsilon:
@@ -306,7 +305,7 @@ def _cut(
         core[pairs.Capped(pair, most, turned) if isinstance(pair, pairs.Sampled) else pair] = count
     window = choose_window(core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon)
     composed = Composition(window, core, False, tail)
-    if composed.above > _THREE * delta:  # what lies above the window counts at every epsilon
+    if composed.above > _THREE * delta:  # mass above the window counts at every epsilon
         further = math.log(composed.above / (_THREE * delta)) / window.upper_tilt
         window = window._replace(upper=window.upper + further)
         composed = Composition(window, core, False, tail)
@@ -336,14 +335,14 @@ def _cut(
 def _above(
     levels: Mapping[Pair, int], cut: float, tail: float
 ) -> list[tuple[pairs.Sampled, float, float, float, float]]:
-    """For each sampled release: log(b / a), the value of a, the mass of both beyond the cut, and
-    the largest loss.
+    """For each sampled release: the pair, log(b / a), the factor count / a, the mass beyond the cut
+    times this factor, and the largest loss.
     """
     found = []
     for pair, count in levels.items():
         if isinstance(pair, pairs.Sampled):
             losses, masses, _ = sampled_nodes(pair, tail, least=cut)
-            losses, masses = losses[losses > 0], masses[losses > 0]  # not those mirrored
+            losses, masses = losses[losses > 0], masses[losses > 0]  # not the mirrored ones
             above = float(masses.sum()) / _BELOW + tail
             if above > 0.5:
                 return [(pair, 0.0, 0.0, math.inf, cut)]  # the cut is too low
@@ -355,7 +354,7 @@ def _above(
 
 
 def _split(losses: Array, masses: Array, points: Array) -> Array:
-    """Masses between points, moved to both so that their sums under P and under Q stay."""
+    """Split masses between neighbouring points; the sums under P and under Q stay the same."""
     cell = np.clip(np.searchsorted(points, losses, "right") - 1, 0, len(points) - 2)
     low, high = points[cell], points[cell + 1]
     up = masses * np.clip(np.expm1(low - losses) / np.expm1(low - high), 0.0, 1.0)
@@ -367,7 +366,7 @@ def _split(losses: Array, masses: Array, points: Array) -> Array:
 
 
 def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    """A lower bound: no accountant that knows no more than the events can prove less than this."""
+    """A lower bound on any epsilon that follows from the events alone."""
     if _has_no_guarantee(counts):
         return math.inf
     failures, others = apart(counts)
@@ -376,7 +375,7 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         if failed > delta:
             return math.inf
         delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
-    # leaving releases out only lowers it: those whose pair is a bound
+    # leave out releases whose pair is only a bound: this only lowers the result
     known: dict[Pair, int] = {}
     for pair, count in others.items():
         if not isinstance(pair, pairs.BoundedRange | pairs.Allocated | pairs.Mixed):
@@ -389,7 +388,7 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     number = len(levels)
     accuracy = ACCURACY / (100 if number <= 4 else 10 if number <= pairs.EXACT_LEVELS else 3)
     try:
-        # either direction is a lower bound: the one that looks worse
+        # both directions are lower bounds: take the worse one by a rough composition
         rough = [compose(levels, r, delta=delta, accuracy=_ROUGH) for r in pairs.directions(levels)]
         reverse = max(rough, key=lambda c: c.upper_epsilon(delta)).reverse
         fine = compose(levels, reverse, delta=delta, accuracy=accuracy, mixed=False)
@@ -405,7 +404,7 @@ def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
 
     @cache
     def value(n: int) -> float:
-        return min(excess(n), LARGEST_EXCESS) or -math.ulp(0.0)  # 0 is to count as below
+        return min(excess(n), LARGEST_EXCESS) or -math.ulp(0.0)  # 0 counts as below
 
     low = high = max(start, 1)
     while value(low) > 0:

@@ -1,19 +1,19 @@
 r"""Decides whether releases fit a privacy budget (epsilon, delta).
 
-A charge fits if one of three bounds shows it, from the cheapest to the one that is reported:
+A charge fits if one of three bounds shows it. They are tried from the fastest to the reported one:
 
-1. *Renyi divergences.* At order 1 + lambda those of all releases add up to D, and
+1. *Renyi divergences.* At order 1 + lambda the divergences of all releases add up to D, and
    ``delta(epsilon) <= delta * exp(lambda * (D - limit))`` with the limit of Canonne, Kamath and
    Steinke (2020).
-2. *One composition.* The history is composed on a grid once. What is charged after that joins by a
+2. *One composition.* The history is composed on a grid once. Later charges are added by a
    multiplication of spectra.
-3. *The composition that is reported.* Only this one refuses.
+3. *The reported composition.* Only this one can refuse a charge.
 
-Where a charge fits by 2 or 3, more releases like it are tried at once. They are *held*: these
-releases together keep the budget, so charges that they cover fit without another look.
+If a charge fits by 2 or 3, more releases like it are tried at the same time. If all of them
+together fit the budget, they are *held*: later charges that they cover fit without computation.
 
-A privacy filter replaces all of this where parameters may depend on earlier outputs: one order, one
-limit, fixed before the first release.
+If parameters may depend on earlier outputs, a privacy filter replaces all of this: one order and
+one limit, fixed before the first release.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .tilted_window import ACCURACY
 
 Counts = Mapping[Pair, int]
 
-_KEPT_COSTS = 100_000  # different releases whose divergences are kept
-_EXACT_COSTS, _COSTS_RATIO = 8, 1.02  # of further sampled ones, on a grid of rates and noises
-_KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
-_ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
-_MOST_HELD = 16  # different releases that are tried in advance
+_KEPT_COSTS = 100_000  # different releases whose divergences are cached
+_EXACT_COSTS, _COSTS_RATIO = 8, 1.02  # after so many, sampled releases are rounded to a grid
+_KEPT_NUMBERS = 2**24  # numbers in cached spectra of single releases
+_ROUND_OFF = 1e-9  # relative round-off of sums of divergences and of their limits
+_MOST_HELD = 16  # up to so many different releases are tried in advance
 
 
 class Filter(NamedTuple):
-    """A limit, fixed before the first release, on the Renyi divergence at one order (Feldman, Zrnic
-    2021, Theorem 4.3), or, of kind "gaussian", on mu^2 (Smith, Thakurta 2022).
+    """A limit, fixed before the first release: on the Renyi divergence at one order (Feldman, Zrnic
+    2021, Theorem 4.3), or, for kind "gaussian", on mu^2 (Smith, Thakurta 2022).
     """
 
     kind: Literal["gaussian", "renyi"]
@@ -56,12 +56,12 @@ class Filter(NamedTuple):
 
     @classmethod
     def of(cls, epsilon: float, delta: float, first: Pair, declared: bool) -> Filter:
-        """The filter of a budget: a function of what was there before any output, the first release
-        and whether the filter was ``declared`` before it, or is one for later jobs.
+        """The filter of a budget. It depends on nothing that outputs can influence: on the first
+        release, and on whether the filter was ``declared`` before it or is for later jobs.
         """
         if declared and isinstance(first, pairs.Gaussian):
             return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
-        # the order that admits ``first`` most often
+        # the order at which ``first`` fits most often
         orders = _orders_of(epsilon, delta, 0.05, 2, 60)
         limits = renyi.allowed(epsilon, delta, orders)
         best = int(np.argmax(limits / np.maximum(renyi.curve({first: 1}, orders), 1e-300)))
@@ -96,27 +96,27 @@ class Filter(NamedTuple):
 def _orders_of(
     epsilon: float, delta: float, low: float, high: float, number: int
 ) -> tuple[float, ...]:
-    """Orders about that at which a budget admits most Gaussians; sampling makes large ones bad."""
+    """Orders around the one at which most Gaussians fit; sampling makes large orders bad."""
     known = 1 + np.geomspace(1e-3, 1e6, 2000)
     best = known[np.argmax(renyi.allowed(epsilon, delta, known.tolist()) / known)] - 1
     orders = np.minimum(1 + best * np.geomspace(low, high, number), renyi.ORDERS[-1])
-    # at whole orders sampling has a closed form
+    # sampled Gaussians have a closed form at whole orders
     return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
 
 
 @dataclass(frozen=True)
 class Composed:
-    """Releases composed on a grid for one budget, which others can join."""
+    """Releases composed on a grid for one budget; others can be added."""
 
     counts: Counts
     epsilon: float
-    grids: list[Composition]  # one in each direction
-    transforms: list[Transform]  # of all releases on these grids
-    kept: dict[Pair, list[Transform]]  # of single ones, for all that join
+    grids: list[Composition]  # one for each direction
+    transforms: list[Transform]  # all releases together, on these grids
+    kept: dict[Pair, list[Transform]]  # cache: single releases on these grids
 
     @classmethod
     def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
-        """``counts``, which ``need`` is to join; ``None``: on no grid, or with no delta left."""
+        """Compose ``counts`` so that ``need`` can be added; ``None``: no grid, or no delta left."""
         failures, others = apart(counts)
         failed = failing(failures)
         if not others or failed > delta / 2 or pairs.NonPrivate() in others:
@@ -131,7 +131,7 @@ class Composed:
         return cls(counts, epsilon, grids, [grid.transform for grid in grids], {})
 
     def followed_by(self, more: Counts) -> Composed | None:
-        """These charges followed by ``more``; ``None`` if the two cannot be joined."""
+        """These charges and ``more``; ``None`` if the grid does not fit."""
         others, joint, found = apart(more)[1], pairs.added(self.counts, more), self.transforms
         if pairs.NonPrivate() in others or len(_directions(joint, self.epsilon)) > len(found):
             return None
@@ -144,7 +144,7 @@ class Composed:
         return Composed(joint, self.epsilon, self.grids, found, self.kept)
 
     def _steps(self, pair: Pair) -> list[Transform]:
-        """One release in each direction."""
+        """The transform of one release, in each direction."""
         found = self.kept.get(pair)
         if found is None:
             found = [grid.step(pair) for grid in self.grids]
@@ -154,11 +154,11 @@ class Composed:
         return found
 
     def log_excess(self, delta: float, more: Counts | None = None) -> float:
-        """log(delta at epsilon / delta) with ``more``; at most 0: they keep (epsilon, delta)."""
+        """log(delta at epsilon / delta) with ``more``; at most 0 if they fit (epsilon, delta)."""
         if (joint := self.followed_by(more) if more else self) is None:
             return LARGEST_EXCESS
-        # What is nearer is decided by the bound that is reported, on its own grid. Of many
-        # different releases that takes seconds.
+        # Closer cases are left to the reported bound with its own grid, unless that takes seconds
+        # (many different releases).
         near = ACCURACY if len(joint.counts) <= EXACT_LEVELS else 0.0
         try:
             parts = [g.of_others(t) for g, t in zip(self.grids, joint.transforms, strict=True)]
@@ -170,7 +170,7 @@ class Composed:
 
 
 def _on_grid(pair: Pair) -> Pair:
-    """One that dominates ``pair`` and costs little more, the same for many releases."""
+    """A pair on a grid that dominates ``pair`` and costs little more; many releases share it."""
     if not isinstance(pair, pairs.Sampled):
         return pair
     step = math.log(_COSTS_RATIO)
@@ -180,15 +180,15 @@ def _on_grid(pair: Pair) -> Pair:
 
 
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
-    """Those in which a loss can pass epsilon: where a record was added, losses may be bounded."""
+    """Directions in which a loss can exceed epsilon: losses of an added record may be bounded."""
     others = apart(counts)[1]
     most = pairs.largest_added_sum(others) * (1 + _ROUND_OFF)
     return pairs.directions(others) if most > epsilon else (False,)
 
 
 class Budget:
-    """A privacy budget, with a filter or without, and what was spent of it: ``counts`` at first.
-    ``costs``: of another budget with the same orders, which are the same here.
+    """A privacy budget, with or without a filter, and the charges to it, at first ``counts``.
+    ``costs``: the cache of another budget with the same orders, to be shared.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Budget:
     ) -> None:
         self._epsilon, self._delta, self._method, self.filter = epsilon, delta, method, filter
         orders = _orders_of(epsilon, delta, 0.3, 1.2, 5)
-        if method == "rdp":  # those of the bound that is reported
+        if method == "rdp":  # the nearest orders of the reported bound
             known = np.array(renyi.ORDERS)
             orders = tuple({float(known[np.argmin(abs(known - o))]): 0 for o in orders})
         limits = renyi.allowed(epsilon, delta, orders) - _ROUND_OFF
@@ -211,20 +211,20 @@ class Budget:
         self._orders, self._limits = np.array(orders), limits
         self._costs: dict[Pair, Array] = {} if costs is None else costs
         self._spent = np.zeros(len(self._orders) + 1)
-        # what was charged, together with what is held, keeps the budget
+        # all charges and all held releases together fit the budget
         self._held: dict[Pair, int] = {}
-        self._last: dict[Pair, int] = {}  # charged since more was held than was asked for
+        self._last: dict[Pair, int] = {}  # charges since releases were last held in advance
         self._base: Composed | None = None
-        self._is_fresh = False  # whether nothing joined the base
-        self._recent: dict[Pair, int] = {}  # charged since then
+        self._is_fresh = False  # whether nothing was added to the base
+        self._recent: dict[Pair, int] = {}  # charges that are not yet in the base
         for pair, count in (counts or {}).items():
             self.spend(pair, count)
 
     def spend(self, pair: Pair, count: int) -> None:
-        """``count`` releases were charged; a negative number was given back."""
+        """Note that ``count`` releases were charged; a negative count was returned."""
         cost = self._cost(pair)
         if count < 0:
-            with np.errstate(invalid="ignore"):  # what is infinite stays so
+            with np.errstate(invalid="ignore"):  # an infinite sum stays infinite
                 spent = self._spent + count * cost
             self._spent, self._base = np.where(np.isnan(spent), math.inf, spent), None
             if self._held:
@@ -237,9 +237,7 @@ class Budget:
             self._held = {}
 
     def _cost(self, pair: Pair) -> Array:
-        """The cost of one release in the limits' unit, and the probability that it fails
-        outright.
-        """
+        """The cost of one release in the unit of the limits, and its probability of failure."""
         cost = self._costs.get(pair)
         if cost is None:
             if self.filter is not None:
@@ -263,14 +261,14 @@ class Budget:
 
     @property
     def keeps_filter(self) -> bool:
-        """Whether what was charged is within the filter's limit."""
+        """Whether the charges are within the filter's limit."""
         assert self.filter is not None
         return bool(self._spent[0] <= self.filter.limit * (1 + _ROUND_OFF))
 
     def fits(
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:
-        """Whether ``n`` times ``need`` fits after ``counts``, charged before, and ``reserved``."""
+        """Whether ``n`` times ``need`` fits after the charges ``counts`` and ``reserved``."""
         wanted = pairs.added(reserved or {}, need, n)
         if self._keeps(wanted):
             return True
@@ -292,14 +290,14 @@ class Budget:
         return True
 
     def certain(self, counts: Counts, need: Counts, reserved: Counts | None = None) -> int:
-        """How often ``need`` certainly fits; 0 means that it does not fit once."""
+        """A number of times that ``need`` fits; 0 only if it does not fit once."""
         known = self.cheap(need, reserved)
         if not known and self.fits(counts, need, 1, reserved):
             known = max(self.cheap(need, reserved), 1)
         return known
 
     def cheap(self, need: Counts, reserved: Counts | None = None) -> int:
-        """How often ``need`` fits without a composition."""
+        """How often ``need`` fits, decided without a composition."""
 
         def excess(n: int) -> float:
             return -1.0 if self._keeps(pairs.added(reserved or {}, need, n)) else 1.0
@@ -323,15 +321,16 @@ class Budget:
             return composed.log_excess(self._delta, pairs.added({}, need, n - 1))
 
         if self._method == "pld" and len(pairs.added(counts, need)) > EXACT_LEVELS:
-            # a charge may be admitted where these are tighter than the bound that is reported
-            for one in known._compositions(pairs.added(counts, need, n), need):  # with one more
+            # a charge also fits if these compositions show it, and they may be tighter than the
+            # reported bound; a composition contains one more release
+            for one in known._compositions(pairs.added(counts, need, n), need):
                 n += largest(partial(excess_of, one))
             if excess(n + 1) > 0:
                 return n
         return max(largest(excess, start=max(n + n // 4, 1)), n)
 
     def _keeps(self, wanted: Counts) -> bool:
-        """Whether what is held covers ``wanted``, or the divergences keep their limits with it."""
+        """Whether held releases cover ``wanted``, or divergences stay in their limits with it."""
         if self._held and not pairs.uncovered(dict(self._held), wanted):
             return True
         spent = self._spent + sum(n * self._cost(pair) for pair, n in wanted.items())
@@ -343,14 +342,14 @@ class Budget:
         return bool((spent[:-1] <= limits).any())
 
     def _bound(self, counts: Counts) -> float:
-        """The epsilon that is reported."""
+        """The reported epsilon."""
         bound = renyi if self._method == "rdp" else bounds
         return bound.upper_epsilon(counts, self._delta)
 
     # --- compositions -----------------------------------------------------------------------------
 
     def _compositions(self, counts: Counts, wanted: Counts) -> Iterator[Composed]:
-        """The history and ``wanted``: joined to the last composition, and to a new one."""
+        """The history and ``wanted``: added to the last composition, then to a new one."""
         if self._base is not None:
             if self._recent:
                 self._base, self._is_fresh = self._base.followed_by(self._recent), False
@@ -365,8 +364,8 @@ class Budget:
             yield joint
 
     def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
-        """Holds ``wanted``, and if what was held is used up, up to twice what was charged since;
-        not after a first charge, which may be the only one.
+        """Holds ``wanted``. If all held releases were charged, it also holds up to twice the
+        charges since then; not after a first charge, which may be the only one.
         """
         was_used, self._held = bool(self._last) and not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0

@@ -1,4 +1,4 @@
-"""Noise and numbers of steps that meet a target."""
+"""Noise multipliers and numbers of steps for a target epsilon and delta."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .privacy_loss import without_delta
 if TYPE_CHECKING:
     from .accountant import PrivacyAccountant
 
-_PRECISION = 5e-4  # relative; the result lies on the safe side
+_PRECISION = 5e-4  # relative; the result is rounded towards more privacy
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-2, 1e7
-_ROUNDING = 1e-9  # parts of a budget add up to the whole but for this
+_ROUNDING = 1e-9  # relative; the parts of a budget add up to the whole up to this
 
 
 def noise_multiplier_for(
@@ -35,23 +35,24 @@ def noise_multiplier_for(
     history: Iterable[tuple[Any, ...]] = (),
     method: Method = "pld",
 ) -> float:
-    """The smallest noise multiplier z such that ``history`` and ``steps`` times ``make_event(z)``
+    """The smallest noise multiplier z at which ``history`` and ``steps`` times ``make_event(z)``
     meet the target.
 
     Args:
         make_event: a function from a noise multiplier to the event of one step.
-        target_epsilon: for everything together.
-        target_delta: likewise.
-        steps: how many steps are planned.
-        neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
-        history: what was charged before: ``accountant.history``, or pairs (event, count).
-        method: the accountant's: ``"rdp"`` reports a larger epsilon, and needs a little more noise.
+        target_epsilon: the epsilon of ``history`` and all steps together.
+        target_delta: its delta.
+        steps: the planned number of steps.
+        neighboring: the accountant's relation, as in :class:`PrivacyAccountant`.
+        history: earlier charges: ``accountant.history``, or pairs (event, count).
+        method: the accountant's method. ``"rdp"`` reports a larger epsilon, and needs a little more
+            noise.
 
     Returns:
-        z, at most 0.05 percent above the smallest that meets the target.
+        z, at most 0.05 percent above the smallest possible value.
 
     Raises:
-        ArgumentError: the history alone exceeds the target, or no noise up to 1e7 meets it.
+        ArgumentError: the history alone exceeds the target, or no noise up to 1e7 suffices.
     """
     epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
     bound = renyi if events.one_of(method, Method, "method") == "rdp" else bounds
@@ -59,8 +60,8 @@ def noise_multiplier_for(
     if before and bound.upper_epsilon(before, delta) > epsilon:
         why = without_delta(before, delta)
         raise ArgumentError(
-            f"earlier charges cost more than epsilon = {epsilon:g} at delta = {delta:g}"
-            f" alone{': no noise is large enough for another step.' if not why else '. ' + why}"
+            f"earlier charges alone cost more than epsilon = {epsilon:g} at delta = {delta:g}"
+            f"{': no noise is large enough for another step.' if not why else '. ' + why}"
         )
 
     steps = events.positive_count(steps, "steps")
@@ -90,20 +91,20 @@ def get_noise_multiplier(
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> float:
-    """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``,
-    meet the target.
+    """The smallest noise multiplier at which ``history`` and ``steps`` Poisson-sampled steps meet
+    the target.
 
     Args:
-        target_epsilon: for everything together.
-        target_delta: likewise.
+        target_epsilon: the epsilon of ``history`` and all steps together.
+        target_delta: its delta.
         sample_rate: expected batch size / number of records; 1 for full batches.
-        steps: how many steps are planned.
-        neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
-        history: what was charged before: ``accountant.history``, or pairs (event, count).
+        steps: the planned number of steps.
+        neighboring: the accountant's relation, as in :class:`PrivacyAccountant`.
+        history: earlier charges: ``accountant.history``, or pairs (event, count).
 
     Returns:
-        Noise standard deviation / clip bound, at most 0.05 percent above the smallest that meets
-        the target.
+        Noise standard deviation / clip bound, at most 0.05 percent above the smallest possible
+        value.
     """
     rate = events.sampling_rate(sample_rate)
     return noise_multiplier_for(
@@ -142,11 +143,11 @@ def get_num_steps(
 def total_multiplier(
     accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
 ) -> float:
-    """The noise multiplier of the one Gaussian release that would use the budget up: ``epsilon``
-    and ``delta`` for everything on the accountant, or its own where they are ``None``.
+    """The noise multiplier of one Gaussian release that costs the whole rest of the budget.
+    ``epsilon`` and ``delta`` are for all charges together; ``None``: those of the accountant.
 
     Raises:
-        ArgumentError: there is no budget, or nothing left of it.
+        ArgumentError: there is no budget, or nothing is left of it.
     """
     epsilon = accountant.epsilon if epsilon is None else epsilon
     delta = accountant.delta if delta is None else delta
@@ -170,8 +171,8 @@ def total_multiplier(
         if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
             raise
         raise ArgumentError(
-            f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
-            f" {epsilon:g}. Pass epsilon= in each run, or a new accountant."
+            f"nothing is left for this run: epsilon = {held:.5g} of {epsilon:g} is already"
+            " spent. Pass a share epsilon= to each run, or use a new accountant."
         ) from error
     return found * (1 + _ROUNDING)
 
@@ -179,8 +180,8 @@ def total_multiplier(
 def crossing(
     excess: Callable[[float], float], least: float, most: float, precision: float = _PRECISION
 ) -> float | None:
-    """The point at which a falling function becomes non-positive, or up to ``precision`` above it:
-    ``least`` if it is not positive there, ``None`` if it is still positive at ``most``.
+    """The point at which a falling function becomes non-positive, or a point up to ``precision``
+    above it: ``least`` if it is not positive there, ``None`` if it is still positive at ``most``.
     """
     value = cache(lambda x: min(excess(x), LARGEST_EXCESS))
     low = high = 0.0
@@ -202,7 +203,7 @@ def crossing(
 def counts_of(
     history: Iterable[tuple[Any, ...]], neighboring: Neighboring | NeighboringRelation
 ) -> dict[Pair, int]:
-    """How often each pair was released in pairs (event, count), or in an accountant's history."""
+    """The number of releases of each dominating pair in a history, or in pairs (event, count)."""
     counts: dict[Pair, int] = {}
     for event, count, *rest in history:
         if len(rest) > 1 and rest[1]:

@@ -1,11 +1,11 @@
-"""Pairs of distributions that dominate a release, and which pair belongs to which event.
+"""Pairs of distributions that dominate a release, and the pair of each event.
 
 A pair (P, Q) dominates a release if for all neighbouring data sets and every epsilon its
 hockey-stick divergence H(P || Q) = sup_S P(S) - e^epsilon Q(S) is at least that of the release.
 Compositions are dominated by the product of the pairs (Zhu, Dong, Wang 2022, Theorem 10).
 
-What is known of a kind of pair is registered by its type: its privacy loss in :mod:`privacy_loss`,
-its Renyi curve in :mod:`renyi`.
+For each type of pair :mod:`privacy_loss` registers the privacy loss, and :mod:`renyi` the Renyi
+curve.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from .events import DpEvent, Neighboring, NeighboringRelation
 Array = NDArray[np.float64]
 SampledKind = Literal["directed", "antipodal", "symmetric"]
 
-EXACT_LEVELS = 48  # different sampled releases up to which each is composed as it is
+EXACT_LEVELS = 48  # up to so many different sampled releases are composed without rounding
 _MOST_LEVELS = 1000
-_MOST_EPOCHS, _EPOCHS_RATIO = 8, 1.01  # of random allocation: each kind takes a second
-# Below this noise / sensitivity sampling is ignored: one step alone then costs epsilon > 1000.
+# above so many kinds of epochs of random allocation their noise is rounded: each takes a second
+_MOST_EPOCHS, _EPOCHS_RATIO = 8, 1.01
+# below this noise / sensitivity sampling is ignored: a single step costs epsilon > 1000
 _LEAST_NOISE = 0.02
-_LEAST_RATE = 1e-30  # smaller ones are rounded up to it, for their inverses to be floats
+_LEAST_RATE = 1e-30  # smaller rates are rounded up to it, so that their inverses are finite
 
 # --- kinds of pairs -------------------------------------------------------------------------------
 
 
 class Pair:
-    """Two distributions; what is registered for its type is all that is known of them."""
+    """Two distributions; other modules register their properties by type."""
 
     __slots__ = ()
 
@@ -53,13 +54,13 @@ class Gaussian(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Pair):
-    """A Gaussian sum of sensitivity 1 and standard deviation z = ``noise``, taken with probability
-    q = ``rate``.
+    """A Gaussian sum of sensitivity 1 and standard deviation z = ``noise``, which includes the
+    record with probability q = ``rate``.
 
     kind "directed": ((1-q) N(0, z^2) + q N(1, z^2), N(0, z^2)) for a removed record, the reverse
     for an added one. kind "antipodal": ((1-q) N(0, z^2) + q N(1, z^2), (1-q) N(0, z^2) + q N(-1,
-    z^2)). kind "symmetric": the pair whose profile for epsilon >= 0 is that of "directed" and which
-    is its own reverse.
+    z^2)). kind "symmetric": the pair that is its own reverse and has the profile of "directed" for
+    epsilon >= 0.
     """
 
     kind: SampledKind
@@ -74,8 +75,8 @@ class Sampled(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Capped(Pair):
-    """The losses of ``pair``, or of its reverse, up to ``most``; of an antipodal pair, and of a
-    reverse, those below ``-most`` count as that.
+    """The losses of ``pair``, or of its reverse, up to ``most``. For an antipodal pair, and for a
+    reverse, losses below ``-most`` are set to ``-most``.
     """
 
     pair: Sampled
@@ -85,11 +86,12 @@ class Capped(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Allocated(Pair):
-    """A Gaussian sum of sensitivity 1 and standard deviation ``noise`` in one of ``steps`` steps.
+    """Gaussian sums of sensitivity 1 and standard deviation z = ``noise`` in ``steps`` steps; the
+    record is in one of them.
 
     kind "directed": (the average of N(e_i, z^2 1) over the unit vectors, N(0, z^2 1)) for a removed
-    record, the reverse for an added one. kind "antipodal": a bound on the pair of the averages of
-    N(e_i, z^2 1) and of N(-e_i, z^2 1), see :mod:`random_allocation`; its own reverse.
+    record, the reverse for an added one. kind "antipodal": its own reverse, a bound on the pair of
+    the averages of N(e_i, z^2 1) and of N(-e_i, z^2 1), see :mod:`random_allocation`.
     """
 
     kind: Literal["directed", "antipodal"]
@@ -99,7 +101,7 @@ class Allocated(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Mixed(Pair):
-    """A random choice of one of several releases, with these weights. The choice is announced."""
+    """One of several releases, chosen at random with these weights. The choice is public."""
 
     parts: tuple[tuple[float, Sampled], ...]
 
@@ -113,7 +115,7 @@ class Laplace(Pair):
 
 @dataclass(frozen=True, slots=True)
 class FewLosses(Pair):
-    """Privacy losses with their probabilities, all of them; its own reverse unless ``directed``."""
+    """A list of all privacy losses, with probabilities; its own reverse unless ``directed``."""
 
     losses: tuple[float, ...]
     masses: tuple[float, ...]
@@ -140,7 +142,7 @@ class Amplified(Pair):
 
 @dataclass(frozen=True, slots=True)
 class GaussianMixture(Pair):
-    """(the mixture of N(moves_i, 1), chances_i and of N(0, 1) for the rest, N(0, 1))."""
+    """(sum_i chances_i N(moves_i, 1), with the remaining weight on N(0, 1); N(0, 1))."""
 
     moves: tuple[float, ...]
     chances: tuple[float, ...]
@@ -148,7 +150,7 @@ class GaussianMixture(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Pure(Pair):
-    """Randomised response with parameter ``epsilon``: dominates every pure release."""
+    """Randomised response with parameter ``epsilon``; it dominates every pure release."""
 
     epsilon: float
 
@@ -164,7 +166,7 @@ class BoundedRange(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Concentrated(Pair):
-    """(xi, rho)-zCDP, on a Poisson sample of this rate. Known by its Renyi curve only."""
+    """(xi, rho)-zCDP, on a Poisson sample of this rate; it has only a Renyi curve."""
 
     rho: float
     xi: float
@@ -184,7 +186,7 @@ class NonPrivate(Pair):
 
 
 def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:
-    """A sampled Gaussian sum, or an unsampled one where sampling changes nothing."""
+    """A sampled Gaussian sum, or an unsampled one if sampling does not help."""
     found = Sampled(kind, max(rate, _LEAST_RATE), noise)
     return Gaussian(found.mu) if rate == 1.0 or noise < _LEAST_NOISE else found
 
@@ -195,7 +197,7 @@ def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:
 def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelation) -> Pair:
     """The pair that dominates one elementary event.
 
-    Only the functions registered here turn a noise / clip bound into a noise / sensitivity.
+    Only the functions registered here convert noise / clip bound to noise / sensitivity.
 
     Raises:
         ArgumentError: the event gives no guarantee under this neighbouring relation.
@@ -206,7 +208,7 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
         return pair_of(release, relation == "replace_one")
     if (found := WHERE_ZEROED.get(type(release))) is None:
         raise ArgumentError(
-            f"{type(release).__name__} is not accounted for under zero_out: use add_or_remove_one"
+            f"{type(release).__name__} is not supported under zero_out: use add_or_remove_one"
             " or replace_one, or charge its guarantee (PureDpEvent, MuGaussianDpEvent)."
         )
     return found(release)
@@ -214,9 +216,9 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
 
 @singledispatch
 def pair_of(event: DpEvent, replace: bool) -> Pair:
-    """:func:`dominating_pair` of one kind of event; ``replace``: a record is replaced by another.
+    """:func:`dominating_pair` for one kind of event; ``replace``: a record is replaced by another.
 
-    A new kind of event registers its own: ``@pair_of.register``.
+    A new kind of event registers its own function: ``@pair_of.register``.
     """
     raise ArgumentTypeError(f"{event!r} is not an elementary event.")
 
@@ -248,7 +250,7 @@ def _(event: events.PoissonSampledDpEvent, replace: bool) -> Pair:
         return Failure(q * pair.delta * (1 + 1e-15))
     assert isinstance(pair, Pure)
     epsilon = pair.epsilon
-    if epsilon > 30:  # no exponential beyond floats
+    if epsilon > 30:  # the exponential would overflow
         epsilon += math.log(q) + math.log1p((1 - q) / q * math.exp(-epsilon))
     else:
         epsilon = math.log1p(q * math.expm1(epsilon))
@@ -257,7 +259,7 @@ def _(event: events.PoissonSampledDpEvent, replace: bool) -> Pair:
 
 @pair_of.register
 def _(event: events.SampledWithoutReplacementDpEvent, replace: bool) -> Pair:
-    # A batch of fixed size swaps one member for another under either relation: sensitivity 2C.
+    # under either relation one member of the batch is replaced by another: sensitivity 2C
     rate = event.sample_size / event.source_dataset_size
     return sampled_pair("symmetric", rate, event.event.noise_multiplier / 2)
 
@@ -280,7 +282,7 @@ def _(
             " Poisson sampling (PrivacyEngine.make_private)."
         )
     raise ArgumentError(
-        "one more record may change all of an unspecified batch: use"
+        "an added record may change all of an unspecified batch: use"
         ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private. If no'
         " record decides whether another one is in a batch, charge"
         " RecordwiseBatchGaussianDpEvent."
@@ -289,12 +291,12 @@ def _(
 
 @pair_of.register
 def _(event: events.LaplaceDpEvent, replace: bool) -> Pair:
-    # Several coordinates that move cost no more than one that moves by their sum: for noise with a
-    # log-concave density the latter's trade-off curve is theirs, one after the other.
+    # One coordinate that moves by s costs at least as much as several that move by s in total: for
+    # log-concave noise its trade-off curve is theirs, applied one after the other.
     return Laplace(event.noise_multiplier / (1 + replace))
 
 
-# guarantees under the accountant's relation, whichever it is
+# guarantees that hold under the accountant's relation, for any relation
 _GUARANTEES: dict[type[Any], Callable[..., Pair]] = {
     events.MuGaussianDpEvent: Gaussian,
     events.PureDpEvent: Pure,
@@ -308,16 +310,16 @@ for _kind, _pair in _GUARANTEES.items():
 
 
 def as_removed(event: Any) -> Pair:
-    """The pair where a record is zeroed out, if only its own contribution changes: as removed."""
+    """The pair for zero_out if only the record's contribution changes: as for removal."""
     return pair_of(event, False)
 
 
-# releases of a sum, which a record that is zeroed out leaves as one that is removed does
+# releases of a sum: zeroing out a record changes it in the same way as removing the record
 ADDITIVE: list[type[Any]] = [events.GaussianDpEvent, events.LaplaceDpEvent]
 
 
 def _sampled_where_zeroed(event: events.PoissonSampledDpEvent) -> Pair:
-    """Whoever is zeroed out stays in its batch, whose size other releases may tell."""
+    """A zeroed-out record stays in its batch, and other releases may show the batch's size."""
     if event.sampling_probability < 1 and type(event.event) not in ADDITIVE:
         raise ArgumentError(
             f"Poisson batches do not amplify {type(event.event).__name__} under zero_out, because"
@@ -328,11 +330,11 @@ def _sampled_where_zeroed(event: events.PoissonSampledDpEvent) -> Pair:
 
 
 def _any_batch_where_zeroed(event: Any) -> Pair:
-    """Who is in a batch stays as it is, whatever the batch."""
+    """Zeroing out a record does not change the members of any batch."""
     return Gaussian(1.0 / event.noise_multiplier)
 
 
-# of each kind of event that is accounted for under "zero_out" its pair; mechanisms add theirs
+# the pair of each kind of event that "zero_out" supports; mechanisms.py adds others
 WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = {
     **dict.fromkeys((*ADDITIVE, *_GUARANTEES), as_removed),
     events.PoissonSampledDpEvent: _sampled_where_zeroed,
@@ -342,7 +344,7 @@ WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = {
 }
 
 
-# --- what is known of a pair ----------------------------------------------------------------------
+# --- properties of pairs --------------------------------------------------------------------------
 
 
 def has_two_directions(pair: Pair) -> bool:
@@ -357,7 +359,7 @@ def has_two_directions(pair: Pair) -> bool:
 
 
 def directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
-    """Whether to look at pairs as they are (a record was removed), and reversed (one was added)."""
+    """The directions to compute: False for a removed record, True (reversed) for an added one."""
     return (False, True) if any(map(has_two_directions, levels)) else (False,)
 
 
@@ -374,14 +376,14 @@ def largest_loss(pair: Pair) -> float:
 
 
 def largest_added_loss(pair: Pair) -> float:
-    """The same where a record was added: with probability 1 - q the release is as without it."""
+    """The same for an added record: with probability 1 - q the release does not contain it."""
     if isinstance(pair, Sampled | Amplified) and has_two_directions(pair):
         return -math.log1p(-pair.rate)
     return largest_loss(pair)
 
 
 def largest_added_sum(levels: Mapping[Pair, int]) -> float:
-    """The same of all releases together."""
+    """The same for all releases together."""
     return math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
 
 
@@ -397,12 +399,12 @@ def dominating_mu(pair: Pair) -> float:
         return max(part.mu for _, part in pair.parts)
     if isinstance(pair, Concentrated):
         raise ArgumentError(
-            "this accountant's adaptive guarantee needs Gaussian differential privacy since its"
-            " first charge, and a release with only a Renyi curve has none: charge it to a"
-            " separate accountant."
+            "this accountant's first charge was adaptive and Gaussian, so each release needs"
+            " Gaussian differential privacy, and a Renyi curve does not give it: charge this"
+            " release to a separate accountant."
         )
-    # The Gaussian whose trade-off curve meets that of randomised response where both errors are
-    # equal; it is convex with the same ends, so it lies below.
+    # The Gaussian whose trade-off curve touches that of randomised response at equal errors. It is
+    # convex with the same ends, so it lies below.
     largest = largest_loss(pair)
     return math.inf if largest == math.inf else -2.0 * float(special.ndtri(special.expit(-largest)))
 
@@ -427,7 +429,7 @@ def added(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int = 1) 
 
 
 def uncovered(held: dict[Pair, int], need: Mapping[Pair, int]) -> dict[Pair, int]:
-    """Takes ``need`` out of ``held``, as far as that covers it, and returns the rest."""
+    """Removes from ``held`` what covers ``need``, and returns the part of ``need`` that is left."""
     rest = {}
     for pair, count in need.items():
         for kept in (pair, *held):
@@ -440,11 +442,11 @@ def uncovered(held: dict[Pair, int], need: Mapping[Pair, int]) -> dict[Pair, int
     return rest
 
 
-# --- fewer different releases ---------------------------------------------------------------------
+# --- merging releases -----------------------------------------------------------------------------
 
 
 def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
-    """Gaussians become one, and epochs of many kinds a few that cost no less."""
+    """Merges Gaussians into one, and many kinds of epochs into a few that cost no less."""
     mus = [(n, pair.mu) for pair, n in counts.items() if isinstance(pair, Gaussian)]
     several = sum(isinstance(pair, Allocated) for pair in counts) > _MOST_EPOCHS
     merged: dict[Pair, int] = {}
@@ -461,14 +463,14 @@ def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
 
 
 def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]], dict[Pair, int]]:
-    """Sampled releases, if they are too many to be composed one by one, and the others, with those
-    of more than one part in ``EXACT_LEVELS`` of the cost.
+    """Sampled releases, if they are too many to compose one by one, and the others. The others
+    include each sampled release with a share of the cost above 1 / ``EXACT_LEVELS``.
     """
     sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
     if len(sampled) <= EXACT_LEVELS:
         return [], dict(levels)
     rate, noise, count = np.array([(pair.rate, pair.noise, n) for pair, n in sampled]).T
-    # of q^2 (exp(1 / z^2) - 1), about twice the mean loss where that is small
+    # log of n q^2 (exp(1 / z^2) - 1): for small losses about twice the mean loss
     logs = np.log(count) + 2 * np.log(rate) + noise**-2 + np.log(-np.expm1(-(noise**-2)))
     large = logs > special.logsumexp(logs) - math.log(EXACT_LEVELS)
     few = {pair for (pair, _), is_large in zip(sampled, large.tolist(), strict=True) if is_large}
@@ -477,9 +479,9 @@ def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]],
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:
-    """Many sampled releases on a grid of at least this ratio of rates and noises, with at most a
-    thousand cells: each is its cell's least private member, its noise on the grid, so that a curve
-    of it serves other histories (``upper``), or its most private one.
+    """Rounds many sampled releases on a grid of rates and noises with at least this ratio and at
+    most a thousand cells. ``upper``: to the least private member of the cell, with its noise on the
+    grid, so that its curve can be reused for other histories; else to the most private member.
     """
     sampled, groups = scattered_of(levels)
     if not sampled:

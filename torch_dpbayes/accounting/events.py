@@ -1,9 +1,9 @@
 """Events: descriptions of releases that can be charged, and checks of their numbers.
 
-dp_accounting's event classes are used where they exist; those that it lacks have the same frozen
-form. An event describes one release. ``noise_multiplier`` is **noise standard deviation / clip
-bound** everywhere; the accountant's neighbouring relation turns the clip bound into a sensitivity,
-in :mod:`dominating_pairs`. Unless said otherwise a guarantee in an event holds under that relation.
+Event classes are those of dp_accounting if it has them; the others are frozen classes like them. An
+event describes one release. ``noise_multiplier`` always means **noise standard deviation / clip
+bound**; :mod:`dominating_pairs` computes the sensitivity from the clip bound and the accountant's
+neighbouring relation. Unless stated otherwise, a guarantee in an event holds under this relation.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Method = Literal["pld", "rdp"]
 Unit = Literal["record", "user"]
 Parts = Iterator[tuple[DpEvent, int]]
 
-SMALLEST_DELTA = 1e-30  # down to which bounds were compared with the truth
-# of the numbers in events: squares of them, and of many together, are floats
+SMALLEST_DELTA = 1e-30  # bounds were tested against exact values down to this delta
+# range of the numbers in events: their squares, and sums of these, are finite floats
 _LEAST, LARGEST = 1e-50, 1e50
-_GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down to
+_GRID = 1.005  # ratio of the grid to which noise multipliers of reserves are rounded down
 _RELATIONS: dict[Any, str] = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "add_or_remove_one",
     NeighboringRelation.REPLACE_ONE: "replace_one",
@@ -50,7 +50,7 @@ _RELATIONS: dict[Any, str] = {
 
 
 def one_of(value: Any, words: Any, what: str) -> Any:
-    """``value``, one of the strings of a ``Literal``."""
+    """``value``, which must be one of the strings of a ``Literal``."""
     known = get_args(words)
     if isinstance(value, str) and value in known:
         return known[known.index(value)]
@@ -59,8 +59,8 @@ def one_of(value: Any, words: Any, what: str) -> Any:
 
 
 def neighboring_relation(value: Any) -> Neighboring:
-    """The neighbouring relation as its documented string, from that or dp_accounting's. "zero_out":
-    one record contributes nothing instead, and stays in its batch (``REPLACE_SPECIAL``).
+    """The neighbouring relation as its documented string, from this string or from dp_accounting's
+    relation. "zero_out" (``REPLACE_SPECIAL``): the record stays in its batch, but contributes 0.
     """
     word = _RELATIONS[value] if isinstance(value, NeighboringRelation) else value
     found: Neighboring = one_of(word, Neighboring, "neighboring")
@@ -103,7 +103,7 @@ def check_probability(value: Any, what: str) -> float:
 
 
 def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
-    """``value`` as a positive finite ``float``, or the error that says what to write instead."""
+    """``value`` as a positive finite ``float``."""
     multiplier = real(value, what)
     if multiplier == 0:
         raise ArgumentError(
@@ -152,7 +152,7 @@ def positive_count(value: Any, what: str = "count") -> int:
 
 
 def real(value: Any, what: str) -> float:
-    # float(): dp_accounting drops multipliers that are not Python floats inside a composed event.
+    # float(): inside composed events dp_accounting drops multipliers that are not Python floats
     number: Any = None if isinstance(value, str | bytes) else value
     try:
         return float(number)
@@ -165,7 +165,7 @@ def non_negative(value: Any, what: str) -> float:
     number = real(value, what)
     if not 0 <= number <= LARGEST:
         raise ArgumentError(
-            f"{what} must be at least 0 and at most {LARGEST:g}, above which nothing is private:"
+            f"{what} must be at least 0 and at most {LARGEST:g} (above this nothing is private),"
             f" got {value!r}."
         )
     return max(number, _LEAST) if number else 0.0
@@ -176,11 +176,11 @@ def non_negative(value: Any, what: str) -> float:
 
 @attr.frozen
 class UnspecifiedBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch of unknown sampling, such as that of a shuffled loader.
+    """A Gaussian sum over a batch whose sampling is unknown, such as that of a shuffled loader.
 
-    Refused under add-or-remove-one, because one more record may change the whole batch (a seeded
-    shuffle does). Under replace-one the sensitivity is 2C, without amplification; the contents of
-    records must not decide who is in a batch.
+    Refused under add-or-remove-one, because one added record may change the whole batch (with a
+    seeded shuffle it does). Under replace-one the sensitivity is 2C, without amplification; the
+    contents of records must not decide which records are in a batch.
     """
 
     noise_multiplier: float
@@ -189,11 +189,11 @@ class UnspecifiedBatchGaussianDpEvent(DpEvent):
 @attr.frozen
 class RecordwiseBatchGaussianDpEvent(DpEvent):
     """A Gaussian sum over a batch. The caller states that no record decides whether another one is
-    in it; ``PrivacyAccountant.summary()`` repeats this.
+    in the batch; ``PrivacyAccountant.summary()`` shows this assumption.
 
-    Whether a record is in the batch depends on this record, on public values, and on chance that is
-    independent of other records; not on its position or the number of records. A hash of the
-    record's name is fine; a shuffled or sorted loader is not. The sensitivity is 2C.
+    Whether a record is in the batch may depend on this record, on public values, and on randomness
+    that is independent of other records; not on its position or on the number of records. A hash of
+    the record's name is allowed; a shuffled or sorted loader is not. The sensitivity is 2C.
     """
 
     noise_multiplier: float
@@ -204,7 +204,7 @@ class ShuffledEpochDpEvent(DpEvent):
     """One pass over an ordinary shuffled loader, in which every record is used at most once.
 
     Refused under add-or-remove-one, because an added record moves others to other batches. Under
-    replace-one, one batch sum moves by at most 2C. Charge a whole epoch when it begins, with its
+    replace-one, one batch sum moves by at most 2C. Charge the whole epoch at its start, with its
     smallest noise multiplier.
     """
 
@@ -220,7 +220,7 @@ class MuGaussianDpEvent(DpEvent):
 
 @attr.frozen
 class PureDpEvent(DpEvent):
-    """A release that is epsilon-differentially private, delta = 0."""
+    """A release that is epsilon-differentially private, with delta = 0."""
 
     epsilon: float
 
@@ -238,7 +238,7 @@ class BoundedRangeDpEvent(DpEvent):
 class FailureDpEvent(DpEvent):
     """A release that reveals everything with probability ``delta``, 0 < delta < 1, else nothing.
 
-    Epsilon is infinite at a delta below that of all failures together.
+    Epsilon is infinite at any delta below the probability that some release fails.
     """
 
     delta: float
@@ -248,16 +248,16 @@ class FailureDpEvent(DpEvent):
 class UserLevelDpEvent(DpEvent):
     """A release; ``event`` bounds the influence of all records of one user together.
 
-    Neighbouring data sets differ by a user with all their records. If each of at most k records
-    moves a sum by at most C, noise of z clip bounds is ``GaussianDpEvent(z / k)`` for a user.
-    ``PrivacyAccountant(unit="user")`` accepts only such events; an accountant for records refuses
-    them.
+    Neighbouring data sets differ by a user with all their records. If a user has at most k records
+    in a sum, and each moves it by at most C, noise of standard deviation zC is
+    ``GaussianDpEvent(z / k)`` for a user. ``PrivacyAccountant(unit="user")`` accepts only such
+    events; an accountant for records refuses them.
     """
 
     event: DpEvent
 
 
-# besides Gaussian sums, what Poisson sampling amplifies: mechanisms add theirs
+# events that Poisson sampling amplifies, besides Gaussian sums; mechanisms.py adds others
 AMPLIFIED: list[type] = [LaplaceDpEvent, ZCDpEvent]
 _KNOWN_BY_NUMBERS = (PureDpEvent, BoundedRangeDpEvent, FailureDpEvent)
 GaussianSum: TypeAlias = (
@@ -272,11 +272,11 @@ GaussianSum: TypeAlias = (
 
 
 def elementary(event: DpEvent, count: int = 1) -> Parts:
-    """Pairs (elementary event, how often) of what ``event`` consists of, with plain ``float``
+    """Pairs (elementary event, count) of which ``event`` consists, with Python floats as
     parameters. ``NoOpDpEvent`` and sampling at rate 0 yield nothing.
 
     Raises:
-        ArgumentTypeError: the event is of a kind that this library does not account for.
+        ArgumentTypeError: this library does not support this kind of event.
         ArgumentError: a parameter is out of range.
     """
     return parts_of(event, count)
@@ -284,15 +284,15 @@ def elementary(event: DpEvent, count: int = 1) -> Parts:
 
 @singledispatch
 def parts_of(event: Any, count: int) -> Parts:
-    """:func:`elementary` of one kind of event. A new kind registers its own, and in
-    :mod:`dominating_pairs` the pair that dominates it.
+    """:func:`elementary` for one kind of event. A new kind registers its own function here, and
+    another one in :mod:`dominating_pairs`.
     """
     if not isinstance(event, DpEvent):
         raise ArgumentTypeError(
-            f"an event from torch_dpbayes.accounting.events is needed, got {event!r}."
+            f"pass an event from torch_dpbayes.accounting.events, got {event!r}."
         )
     raise ArgumentTypeError(
-        f"{type(event).__name__} is not accounted for here: charge its guarantee under the"
+        f"{type(event).__name__} is not supported: charge its guarantee under the"
         " accountant's relation, PureDpEvent(epsilon), MuGaussianDpEvent(mu) or"
         " EpsilonDeltaDpEvent(epsilon, delta); for a selection selection_event(...)."
     )
@@ -362,16 +362,16 @@ def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
 
 
 def sampled_gaussian(event: Any, sampler: str) -> DpEvent:
-    """The one Gaussian that ``event.event`` costs as much as inside of a ``sampler``: Gaussian sums
-    over one batch are one, with the batch's contributions side by side.
+    """One Gaussian event that costs as much as ``event.event`` inside a ``sampler``: several
+    Gaussian sums over one batch are one Gaussian sum of concatenated contributions.
     """
     parts = list(parts_of(event.event, 1))
     if any(type(part) is NonPrivateDpEvent for part, _ in parts):
         return NonPrivateDpEvent()
     if not parts or any(type(part) is not GaussianDpEvent for part, _ in parts):
         raise ArgumentTypeError(
-            f"{sampler} must contain GaussianDpEvents, because amplification is proved for them,"
-            f" got {event.event!r}: charge the others as separate releases."
+            f"{sampler} must contain only GaussianDpEvents, because amplification is proved for"
+            f" them, got {event.event!r}: charge the others as separate releases."
         )
     if isinstance(event.event, GaussianDpEvent):
         return parts[0][0]
@@ -380,7 +380,7 @@ def sampled_gaussian(event: Any, sampler: str) -> DpEvent:
 
 
 def _epsilon_delta(parts: list[tuple[Any, int]]) -> list[DpEvent]:
-    """The pure release and the failure that dominate what is released from one batch."""
+    """A pure release and a failure that dominate all releases from one batch."""
     failures = [n * part.delta for part, n in parts if isinstance(part, FailureDpEvent)]
     epsilons = [n * part.epsilon for part, n in parts if not isinstance(part, FailureDpEvent)]
     found: list[DpEvent] = []
@@ -424,18 +424,18 @@ def _(event: UserLevelDpEvent, count: int) -> Parts:
 
 
 def require_unit(event: DpEvent, unit: Unit) -> None:
-    """Raise where an elementary event is not about what the accountant protects."""
+    """Raise if an elementary event protects another unit than the accountant."""
     if isinstance(event, UserLevelDpEvent) == (unit == "user"):
         return
     if unit == "user":
         raise ArgumentError(
-            f"this accountant protects users, and {type(event).__name__} is about one record: use"
+            f"this accountant protects users, but {type(event).__name__} is for one record: use"
             " make_private(..., user_ids=ids), or UserLevelDpEvent(event) if the event covers all"
             " records of a user."
         )
     raise ArgumentError(
-        "this accountant protects records, and a UserLevelDpEvent has the epsilon of a user:"
-        ' charge it to PrivacyAccountant(unit="user").'
+        "this accountant protects records, but a UserLevelDpEvent is for a user: charge it to"
+        ' PrivacyAccountant(unit="user").'
     )
 
 
@@ -443,7 +443,7 @@ def require_unit(event: DpEvent, unit: Unit) -> None:
 
 
 def in_words(event: DpEvent | None) -> str:
-    """An event as text, with the mechanism that its noise belongs to."""
+    """An event as text: mechanism and noise."""
     if isinstance(event, PoissonSampledDpEvent):
         return f"Poisson q = {event.sampling_probability:.6g}, {in_words(event.event)}"
     if isinstance(event, GaussianDpEvent):
@@ -454,8 +454,8 @@ def in_words(event: DpEvent | None) -> str:
 
 
 def lowered(event: Any, slack: float) -> Any:
-    """``event`` with its Gaussian noise lowered by at least the factor ``slack``, on a grid of
-    ratio 1.005; the event itself where it has none.
+    """``event`` with its Gaussian noise divided by at least ``slack``, on a grid of ratio 1.005;
+    the event itself if it has no Gaussian noise.
     """
 
     def down(noise: float) -> float:
@@ -471,7 +471,7 @@ def lowered(event: Any, slack: float) -> Any:
 
 
 def encode(event: DpEvent) -> list[Any]:
-    """An event as a list of its class name and its numbers, which JSON keeps exactly."""
+    """An event as a list of its class name and its numbers; JSON stores this exactly."""
 
     def encoded(value: Any) -> Any:
         if isinstance(value, DpEvent):

@@ -1,17 +1,16 @@
-"""Composition of privacy losses by FFT, and the privacy profile that it gives.
+"""Composition of privacy losses by FFT, and its privacy profile.
 
-With the privacy loss L = log dP/dQ under P, summed over the releases,
+Let L be the privacy loss log dP/dQ under P, summed over the releases. Then
 
     delta(epsilon) = E[(1 - e^(epsilon - L))_+].
 
-One pass of FFTs runs over the distribution tilted by e^(theta L). The tilt moves the losses that
-decide delta to the centre, where round-off is small relative to them; round-off, loss beyond the
-window and truncated tails are bounded and added to delta. Mass that wraps around only adds to
-delta.
+The FFTs use the distribution tilted by e^(theta L). The tilt moves the losses that decide delta to
+the centre, where the relative round-off is small. Bounds on round-off, on losses beyond the window
+and on truncated tails are added to delta. Mass that wraps around only increases delta.
 
-The lower bound leaves out the mass at infinity and pays for the discretisation by Hoeffding's
-inequality: given L, each step's rounding is independent, spans one grid cell, and has mean in
-[0, h^2/8].
+The lower bound leaves out the mass at infinity, and bounds the discretisation by Hoeffding's
+inequality: given L, the rounding of each step is independent, lies in one grid cell, and has a mean
+in [0, h^2/8].
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from .tilted_window import (
 
 Spectrum: TypeAlias = NDArray[np.complex128]
 
-_WIDE_PILOT, _PILOT_SIZE = 2**20, 2**16  # where another composition may be tighter
-_WIDEST_STEP = 2**20  # of a release that joins a composition
-_ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
-# at a wider window, if the first was too narrow; after that the bound holds, but is loose
+_WIDE_PILOT, _PILOT_SIZE = 2**20, 2**16  # a pilot with more grid points than 2**20 gets 2**16
+_WIDEST_STEP = 2**20  # grid points of a release that is added to a composition
+_ROUGH_SIZE = 2**16  # largest window before delta is known
+# tries with a wider window; after the last one the bound is valid, but may be loose
 _ATTEMPTS = 4
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 _MOST_KEPT = 2**24  # numbers in the spectra of all corners
 _AT_ONCE = 2**22  # numbers in the spectra of releases between the same corners
-_FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these a loss is not put on a grid
-_NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
+_FAR_LOSS, _FAR_MU = 500.0, 1e4  # larger losses are not put on a grid
+_NEGLIGIBLE = -45.0  # a modulus with a smaller logarithm is replaced by 0
 
 
 def _power(spectrum: Spectrum, count: int) -> Spectrum:
@@ -69,8 +68,8 @@ def _power(spectrum: Spectrum, count: int) -> Spectrum:
 
 @dataclass
 class Transform:
-    """Tilted masses of releases as a spectrum, and what else their sum needs: products of
-    transforms are compositions.
+    """The spectrum of the tilted masses of releases, and other numbers of their sum. Compositions
+    are products of transforms.
     """
 
     spectrum: Spectrum
@@ -79,7 +78,7 @@ class Transform:
     count: int
     infinity: float
     log_moments: Array  # log E exp(t L) at a tilt above, a tilt below and at the tilt
-    left_out: float = 0.0  # an entry's error from frequencies that were taken to be 0
+    left_out: float = 0.0  # error of an entry by frequencies that were replaced by 0
 
     def followed_by(self, other: Transform, times: int) -> Transform:
         return Transform(
@@ -94,7 +93,7 @@ class Transform:
 
 
 def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
-    """One release."""
+    """The transform of one release."""
     level = grid_masses(pair, window.interval, tail)[reverse]
     grid = window.interval * (level.first + np.arange(len(level.masses)))
     log_masses = log_of(level.masses)
@@ -128,7 +127,7 @@ def _transform(
             others = dict(levels)
             break
         found = _transform_of_mixtures(groups, window, size, reverse, tail)
-        # fewer corners, of which more frequencies fit into memory
+        # with fewer corners more frequencies fit into memory
         near = near._replace(excess=4 * near.excess, fewest=max(2, near.fewest // 2))
     total = total if found is None else found
     for pair, count in others.items():
@@ -139,8 +138,8 @@ def _transform(
 def _transform_of_mixtures(
     mixed: Mixtures, window: Window, size: int, reverse: bool, tail: float
 ) -> Transform | None:
-    """The product over all releases where it is not negligible; ``None`` if that is too much to
-    keep. A product of N numbers is at most the N-th power of their mean.
+    """The product over all releases, at frequencies where it is not negligible; ``None`` if these
+    do not fit into memory. A product of N numbers is at most the N-th power of their mean.
     """
     number, frequencies = mixed.total, size // 2 + 1
     shares = mixed.shares
@@ -157,17 +156,17 @@ def _transform_of_mixtures(
         infinity = max(infinity, found.infinity)
     moments = (mixed.weights[:, :, None] * np.exp(log_moments[mixed.among])).sum(axis=1)
     log_scale = float(mixed.counts @ np.log(moments[:, 2]))
-    largest = number * log_of(mean) - log_scale  # of the logarithm of the product
+    largest = number * log_of(mean) - log_scale  # bound on the log of the product
     counted = largest > _NEGLIGIBLE
     most = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
     if most > kept:
         return None
-    # of tilted masses, so that the weights of a group add up to 1
+    # weights for tilted masses; in each group they add up to 1
     scales = np.exp(log_moments[mixed.among, 2]) / moments[:, 2:]
     weights = mixed.weights * scales
     spread = mixed.spread * scales[:, :, None] * scales[:, None, :]
     powers = np.ones((int(mixed.counts.max()).bit_length(), most), dtype=np.complex128)
-    off = np.zeros(most)  # of the logarithm of the product
+    off = np.zeros(most)  # error of the logarithm of the product
     order = np.argsort(mixed.among @ np.array([1, 0, 0, 0]), kind="stable")
     starts = np.flatnonzero(np.any(np.diff(mixed.among[order], axis=0, prepend=-1) != 0, axis=1))
     for members in np.split(order, starts[1:]):
@@ -208,9 +207,9 @@ def _left_out(modulus: Array, off: Array, largest: Array) -> Array:
 
 
 class Composition:
-    """One direction, composed level by level on the tilted grid, then read as a privacy profile.
+    """One direction, composed level by level on the tilted grid, with its privacy profile.
 
-    ``levels``: how often each pair occurs, or their transform on this grid; ``tail``: mass of each
+    ``levels``: the count of each pair, or their transform on this grid; ``tail``: the mass of each
     release that may be moved upwards.
     """
 
@@ -233,7 +232,7 @@ class Composition:
         self._finish()
 
     def step(self, pair: Pair) -> Transform:
-        """One more release on the same grid, unless that is far too fine for it."""
+        """The transform of another release on this grid; raises if the grid is too fine for it."""
         _require_near({pair: 1})
         losses = loss_nodes(pair, self.tail).losses
         if losses.max() - losses.min() > _WIDEST_STEP * self.interval:
@@ -241,26 +240,26 @@ class Composition:
         return _transform_of(pair, self.window, self._size, self.reverse, self.tail)
 
     def of_others(self, transform: Transform) -> Composition:
-        """Other releases on the same grid."""
+        """The composition of other releases on this grid."""
         return Composition(self.window, transform, self.reverse, self.tail)
 
     def _finish(self) -> None:
-        """One inverse FFT, and the bounds on everything that it does not see."""
+        """One inverse FFT, and bounds on its errors."""
         self.losses = self.interval * (self._first + np.arange(self._size))
         self.tilted = np.roll(
             fft.irfft(self.transform.spectrum, self._size), -self._first % self._size
         )
         if not (np.isfinite(self.tilted).all() and np.isfinite(self.transform.log_moments).all()):
             raise OverflowError(BEYOND)
-        # Round-off of an entry: each factor carries a relative error of a few eps log(size); the
-        # inverse FFT averages.
+        # round-off of an entry: each factor has a relative error of a few eps log(size), and the
+        # inverse FFT averages
         magnitude = float(np.abs(self.transform.spectrum).mean()) + 1 / self._size
         relative = 8 * float(np.finfo(float).eps) * math.log2(self._size)
         self.round_off = relative * (self.transform.count + 1) * magnitude + self.transform.left_out
         self.relative_error = _STEP_ERROR * self.transform.count
         window, end, start = self.window, self.interval * self._last, self.interval * self._first
         upper, lower, self.log_scale = (float(moment) for moment in self.transform.log_moments)
-        # Mass beyond the window, and tilted mass that came in from outside, by Chernoff's bound.
+        # mass beyond the window, and tilted mass that wraps around, by Chernoff's bound
         self.above = self.wrapped = 0.0
         if self.transform.offset + self.transform.extent > self._last:
             self.above = math.exp(min(upper - window.upper_tilt * end, 0.0))
@@ -273,14 +272,14 @@ class Composition:
             )
 
     def wider_window(self) -> Window:
-        """The window with the window that the moments measured on the grid ask for."""
+        """A wider window, from the moments of the masses on the grid."""
         window = self.window
         upper, lower, center = (float(moment) for moment in self.transform.log_moments)
         end = (upper - center - log_outside(window.tilt)) / (window.upper_tilt - window.tilt)
         start = (lower - center - log_outside(window.tilt)) / (window.lower_tilt - window.tilt)
         width = window.upper - window.lower
         if end - start > 3 * width:
-            # The outer tilts lie where moments explode: closer ones bound the tails better.
+            # the moments at the outer tilts are too large: closer tilts bound the tails better
             start, end = window.lower - width / 4, window.upper + width / 4
             window = window._replace(
                 lower_tilt=(window.tilt + window.lower_tilt) / 2,
@@ -296,11 +295,11 @@ class Composition:
     def _profile(self, tilted: Array) -> tuple[Array, Array]:
         """Mass at or above each loss, and delta there.
 
-        delta at a loss is exp(-h) times that at the next one, and (1 - exp(-h)) times the mass from
-        there on: a sum of positive terms, in which no digits are lost.
+        delta at a loss is exp(-h) times delta at the next loss, plus (1 - exp(-h)) times the mass
+        from there on: a sum of positive terms, without cancellation.
         """
-        # What underflows is far below any delta; what is cut off lies where delta is far above 1 in
-        # any case.
+        # values that underflow are far below any delta; the exponent is cut off only where delta is
+        # far above 1 anyway
         mass = tilted * np.exp(np.minimum(self.log_scale - self.window.tilt * self.losses, 300.0))
         mass = np.cumsum(mass[::-1])
         share = -math.expm1(-self.interval)
@@ -319,9 +318,9 @@ class Composition:
         return min(total * (1 + self.relative_error) + self.transform.infinity + self.above, 1.0)
 
     def profile(self) -> Callable[[Array], Array]:
-        """:meth:`upper_delta` at many epsilons, in the time of one: between two losses of the grid
-        delta is linear in exp(epsilon). It is convex, so below each loss it is at most on the chord
-        to (0, 1), of which the steepest counts.
+        """:meth:`upper_delta` at many epsilons, in the time of one. Between two grid points delta
+        is linear in exp(epsilon). It is convex, so below each loss it is at most the chord to
+        (0, 1), and the steepest chord counts.
         """
         tilted = (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
         mass, delta = self._profile(tilted)
@@ -337,7 +336,7 @@ class Composition:
             nearer = np.minimum(epsilons - self.losses[inside], 0.0)
             found = -np.expm1(nearer) * mass[inside] + np.exp(nearer) * delta[inside]
             found = np.where(cell == len(mass), 0.0, found * error) + rest
-            # 1 - (1 - delta) exp(fall) as a sum of positive terms: small ones keep their digits
+            # 1 - (1 - delta) exp(fall) as a sum of positive terms, without cancellation
             fall = np.minimum(epsilons - self.losses[best], 0.0)
             chord = (ends[best] * np.exp(fall) - np.expm1(fall)) * error
             found = np.where(cell == 0, 1.0, np.minimum(found, 1.0))
@@ -351,8 +350,8 @@ class Composition:
             return math.inf
         tilted = (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
         mass, found = self._profile(tilted)
-        # delta falls, so the first grid point that meets the target ends the cell of the solution,
-        # in which it is linear in exp(epsilon).
+        # delta falls, so the first grid point with delta <= rest ends the cell of the solution; in
+        # the cell delta is linear in exp(epsilon)
         cell = int(np.argmax(found <= rest))
         solution = float(self.losses[cell])
         if cell > 0 and mass[cell] > rest:
@@ -371,7 +370,7 @@ class Composition:
 
     def lower_epsilon(self, delta: float) -> float:
         count = self.transform.count
-        # probability with which the discretisation may have moved the loss further than ``shift``
+        # probability that the discretisation moves the loss by more than ``shift``
         slip = delta / 50
         ratio = self.interval / -math.expm1(-self.interval)
         mean = ratio - 1 - math.log(ratio)
@@ -385,7 +384,7 @@ class Composition:
 
 
 def _require_near(levels: Mapping[Pair, int]) -> None:
-    """Raise where one loss costs far more than any guarantee is worth."""
+    """Raise if one loss is too large for any useful guarantee."""
     for pair in levels:
         if _FAR_LOSS < largest_loss(pair) < math.inf:
             raise OverflowError(BEYOND)
@@ -394,7 +393,7 @@ def _require_near(levels: Mapping[Pair, int]) -> None:
 
 
 def tail_of(delta: float, total: int) -> float:
-    """Mass of each of so many releases that may be moved upwards."""
+    """The mass of each of ``total`` releases that may be moved upwards."""
     return max(1e-7 * delta / total, 1e-280)
 
 
@@ -413,12 +412,12 @@ def compose(
     """Composes the levels, or the reverse of each.
 
     Args:
-        delta, epsilon: near which the result is asked; with both, more such releases are to join.
-        accuracy: relative excess of epsilon that the discretisation aims at.
-        mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
-        is_pilot: a very wide window gets a coarse grid, since another composition may follow.
-        finest: the smallest interval that is worth its time.
-        fineness: how much narrower cells are than usual at an epsilon below most losses.
+        delta, epsilon: the result is tight near these; with both, similar releases can be added.
+        accuracy: target for the relative excess of epsilon by the discretisation.
+        mixed: whether mixtures may replace many different levels (only for upper bounds).
+        is_pilot: a very wide window gets a coarse grid, because another composition may follow.
+        finest: the smallest interval.
+        fineness: the factor by which cells are narrower at an epsilon below most losses.
     """
     _require_near(levels)
     total, grows = sum(levels.values()), delta is not None and epsilon is not None
@@ -445,7 +444,7 @@ def compose(
         composition = Composition(window, levels, reverse, tail, mixed)
         if epsilon is None or grows:
             break
-        # Where few releases decide, the guess of delta is far too high.
+        # if few releases decide, the first guess of delta is far too high
         found = max(composition.upper_delta(epsilon), SMALLEST)
         is_close = wanted is not None or interval <= window.wanted_interval
         if tail <= 100 * tail_of(found, total) and is_close:

@@ -1,4 +1,4 @@
-"""Gaussian sums, and one release of some other kinds, in closed form."""
+"""Closed forms for Gaussian sums, and for one release of some other kinds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scipy import optimize, special
 from .dominating_pairs import BoundedRange, Gaussian, Mixed, Pair, Pure, Sampled
 from .privacy_loss import sampled_point, unsampled_loss
 
-# from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
-# and left out
+# for larger mu the second term of delta is left out: it would lower epsilon by 1 in mu**2/2, which
+# is below round-off
 _LARGE_MU = 1e5
-_MARGIN = 1e-12  # relative, of distribution functions
+_MARGIN = 1e-12  # relative error of distribution functions
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -31,7 +31,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The least epsilon >= 0 at which a Gaussian keeps ``delta``, rounded up."""
+    """The least epsilon >= 0 at ``delta`` of a Gaussian, rounded up."""
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     largest = mu**2 / 2 - mu * float(special.ndtri(delta))
@@ -44,7 +44,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """The largest mu at which a Gaussian keeps (epsilon, delta), rounded down."""
+    """The largest mu at which a Gaussian is (epsilon, delta)-private, rounded down."""
     high = 1.0
     while gaussian_delta(high, epsilon) <= delta:
         high *= 2
@@ -58,7 +58,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def advantage_sum(counts: Mapping[Pair, int]) -> float:
-    """The sum of the releases' deltas at epsilon = 0, rounded up; infinite if one is not known."""
+    """The sum of the releases' deltas at epsilon = 0, rounded up; infinite if one is unknown."""
     return math.fsum(count * _advantage(pair) for pair, count in counts.items()) * (1 + _MARGIN)
 
 
@@ -74,9 +74,10 @@ def _advantage(pair: Pair) -> float:
 def sampled_delta(pair: Sampled | Mixed, epsilon: float) -> float:
     """delta at ``epsilon`` >= 0 of one release, rounded up.
 
-    With H the profile of the unsampled Gaussian a removed record costs q H(e'), exp(e') = 1 +
-    (exp(epsilon) - 1) / q. An added one costs f H(e''), f = 1 - (1 - q) exp(epsilon), exp(e'') = q
-    exp(epsilon) / f (Balle, Barthe, Gaboardi 2018, Theorem 2): no more, as f <= q and e'' >= e'.
+    Let H be the profile of the unsampled Gaussian. A removed record costs q H(e'), with exp(e') =
+    1 + (exp(epsilon) - 1) / q. An added one costs f H(e''), with f = 1 - (1 - q) exp(epsilon) and
+    exp(e'') = q exp(epsilon) / f (Balle, Barthe, Gaboardi 2018, Theorem 2). This is not more,
+    because f <= q and e'' >= e'.
     """
     if isinstance(pair, Mixed):
         return math.fsum(weight * sampled_delta(part, epsilon) for weight, part in pair.parts)
@@ -91,7 +92,7 @@ def sampled_delta(pair: Sampled | Mixed, epsilon: float) -> float:
 
 
 def _profile(mu: float, epsilon: float) -> float:
-    """delta of the Gaussian at ``epsilon`` >= 0, accurate relative to itself far out."""
+    """delta of the Gaussian at ``epsilon`` >= 0, with a small relative error even in the tail."""
     above = float(special.log_ndtr(mu / 2 - epsilon / mu))
     below = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
     error = 1e-15 * (1 + epsilon - above)
@@ -117,8 +118,8 @@ def sampled_epsilon(pair: Sampled | Mixed, delta: float) -> float:
 
 
 def bounded_epsilon(pair: Pure | BoundedRange, delta: float) -> float:
-    """epsilon at ``delta`` of one release, rounded up: e + log(1 - delta (1 + e^-e)) of a pure one,
-    b + 2 log(1 - sqrt(delta (1 - e^-b))) of bounded range (Dong, Durfee, Rogers 2020).
+    """epsilon at ``delta`` of one release, rounded up. Pure: e + log(1 - delta (1 + e^-e)). Bounded
+    range: b + 2 log(1 - sqrt(delta (1 - e^-b))) (Dong, Durfee, Rogers 2020).
     """
     largest = pair.epsilon
     if isinstance(pair, Pure):

@@ -1,4 +1,4 @@
-"""The history of an accountant: what was charged, what it guarantees, and how it is saved."""
+"""The history of an accountant: its charges, its guarantee, and its saved state."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ RESUMED = (
 )
 _RECORDWISE = "RecordwiseBatchGaussianDpEvent: no record decides whether another one is in a batch"
 _NOTHING = "Nothing was recorded; release nothing."
-_KNOWN_EVENTS = 4096  # whose parts are kept
-_NAMED = 2  # different events of one charge, in an error
-# relative: a history that was admitted under the same budget may be bounded a hair above it by
-# another discretisation
+_KNOWN_EVENTS = 4096  # events whose parts are cached
+_NAMED = 2  # different events of one charge that an error names
+# relative: another discretisation may give a slightly larger bound for a history that fitted the
+# same budget
 _SLACK = {"pld": 1e-3, "rdp": 1e-9}
 
 
@@ -42,7 +42,7 @@ class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
 
 
 class Settings(NamedTuple):
-    """Settings that never change. ``delta`` without ``epsilon`` means: no budget."""
+    """Settings of an accountant, which never change. Without ``epsilon`` there is no budget."""
 
     epsilon: float | None
     delta: float | None
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The key of charges that are added up. Only a job itself charges under its name."""
+    """Charges with equal keys are added up. Only the job itself charges under its name."""
 
     event: DpEvent
     label: str | None
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
 
 def needed(parts: Iterable[Part]) -> dict[Pair, int]:
-    """Parts added up by pair."""
+    """The number of releases of each pair."""
     counts: dict[Pair, int] = {}
     for _, times, pair in parts:
         counts[pair] = counts.get(pair, 0) + times
@@ -95,33 +95,33 @@ def needed(parts: Iterable[Part]) -> dict[Pair, int]:
 
 
 class Block:
-    """Releases that fit, or are reserved: how many are left, and what the others were used for."""
+    """Releases that fit or are reserved: how many are left, and the charges made from them."""
 
     __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
 
     def __init__(self, seq: int, key: Key | None, pair: Pair, left: int) -> None:
         self.seq, self.key, self.pair, self.left, self.open = seq, key, pair, left, True
         self.used: dict[Key, int] = {}
-        self.last_use = 0  # how many releases had been made
-        self.taken = 0  # of those used, how many are not in the history yet
+        self.last_use = 0  # the session's number of releases at the last use of this block
+        self.taken = 0  # used releases that are not in the history yet
 
 
 class History:
-    """Charges under one budget: what one process knows of them, here all there is.
+    """Charges under one budget, as one process knows them. Here they are only in memory.
 
     Attributes:
-        charges: how often each event was charged, by label, flag and job.
-        counts: the same by dominating pair.
-        first: what was released first.
+        charges: the number of releases by event, label, flag and job.
+        counts: the number of releases by dominating pair.
+        first: the pair of the first release.
         declared: whether the first charge was adaptive.
-        is_adaptive: whether any charge was: declared so, or of a later job.
-        is_taken_over: whether it was saved by another accountant, whose bounds nobody knows.
+        is_adaptive: whether any charge was adaptive: declared so, or made by a later job.
+        is_taken_over: whether another accountant saved it, with bounds that may differ.
         budget: decides what still fits; ``None`` without a budget.
-        job: the name under which it charges.
-        process: the only one that may charge; a fork begins a session of its own, if it can.
-        later: whether the job began after others had charged.
-        stale: a change or a reading is under way, or was interrupted: what is known may not be what
-            is kept.
+        job: the name under which this job charges.
+        process: the only process that may charge; a forked child needs its own session.
+        later: whether the ledger held charges when the job began.
+        stale: a change or a reading is in progress or was interrupted, so memory and file may
+            differ.
     """
 
     path: Path | None = None
@@ -137,7 +137,7 @@ class History:
         self.declared = self.is_adaptive = self.is_taken_over = False
         self.budget = self._budget(None)
         self._parts: dict[DpEvent, Part] = {}
-        self._epsilons: dict[float, float] = {}  # by delta, of the present charges
+        self._epsilons: dict[float, float] = {}  # cache: epsilon of these charges by delta
 
     def _budget(self, rule: Filter | None) -> Budget | None:
         if self.settings.budget is None:
@@ -146,16 +146,16 @@ class History:
 
     @property
     def filter(self) -> Filter | None:
-        """The limit in force, if any."""
+        """The filter in force, if any."""
         return None if self.budget is None else self.budget.filter
 
     # --- events -----------------------------------------------------------------------------------
 
     def decompose(self, event: DpEvent, count: int) -> list[Part]:
-        """The elementary events of ``count`` times ``event``, if it gives a guarantee here."""
+        """The elementary events of ``count`` times ``event``; raises if there is no guarantee."""
         try:
             known = self._parts.get(event)
-        except TypeError:  # an event that cannot be hashed; the checks below say what is wrong
+        except TypeError:  # the event cannot be hashed; the checks below explain what is wrong
             known = None
         if known is not None:
             return [Part(known.event, count, known.pair)]
@@ -166,21 +166,21 @@ class History:
             if self.settings.method == "pld":
                 bounds.require_loss_distribution(pair)
             parts.append(Part(part, times, pair))
-        # what comes first decides on a filter, and that of Gaussians sees no sampling
+        # the first pair decides the filter; Gaussians come last, as their filter ignores sampling
         parts.sort(key=lambda part: isinstance(part.pair, pairs.Gaussian))
         if len(parts) == 1 and parts[0].event == event:
             if len(self._parts) >= _KNOWN_EVENTS:
                 self._parts.clear()
-            # not under ``event``, whose numbers may be arrays that change
+            # not under ``event``: its numbers may be arrays, which can change
             self._parts[parts[0].event] = parts[0]
         return parts
 
     def pair(self, event: DpEvent) -> Pair:
-        """The pair that dominates an elementary event here."""
+        """The pair that dominates an elementary event under this relation."""
         return pairs.dominating_pair(event, self.settings.neighboring)
 
     def keep(self, pair: Pair, key: Key, count: int) -> None:
-        """Adds ``count`` more charges. A negative count takes back."""
+        """Adds ``count`` releases; a negative count removes some."""
         if self.first is None:
             self.first, self.declared = pair, key.flag == "adaptive"
         if key.flag == "adaptive" and not self.is_adaptive:
@@ -191,7 +191,7 @@ class History:
         _change(self.counts, pair, count)
         self._epsilons = {}
 
-    # --- what it guarantees -----------------------------------------------------------------------
+    # --- the guarantee ----------------------------------------------------------------------------
 
     @property
     def guarantee(self) -> Guarantee:
@@ -205,7 +205,7 @@ class History:
         return renyi if self.settings.method == "rdp" else bounds
 
     def fixed_epsilon(self, delta: float) -> float:
-        """Epsilon, had all releases been fixed in advance."""
+        """Epsilon under the assumption that all releases were fixed in advance."""
         return float(self._bound.upper_epsilon(self.counts, delta))
 
     def epsilon(self, delta: float) -> float:
@@ -216,11 +216,11 @@ class History:
             return self.filter.epsilon(delta) if self.budget.keeps_filter else math.inf
         if self.is_adaptive:
             return math.inf
-        known = self._epsilons  # a signal's handler may charge meanwhile
+        known = self._epsilons  # a signal handler may charge meanwhile and replace it
         if delta not in known:
             value, budget = self.fixed_epsilon(delta), self.settings.budget
             if budget is not None and delta == budget[1] and not self.is_taken_over:
-                # a charge may have been admitted by a bound that is tighter than this one
+                # a bound that is tighter than this one may have decided that a charge fits
                 value = min(value, budget[0])
             known[delta] = value
         return known[delta]
@@ -236,7 +236,7 @@ class History:
         return float(self._bound.upper_delta(self.counts, epsilon))
 
     def lower_epsilon(self, delta: float) -> float:
-        """No accountant that knows only the events can prove less than this."""
+        """A lower bound on any epsilon that follows from the events alone."""
         known = {p: n for p, n in self.counts.items() if not isinstance(p, pairs.Concentrated)}
         return bounds.lower_epsilon(known, delta) if known else 0.0
 
@@ -245,7 +245,7 @@ class History:
         return rule.cost(self.counts) / rule.limit
 
     def event_notes(self) -> list[str]:
-        """The assumptions that charged events state."""
+        """The assumptions of charged events."""
         known: list[Any] = [key.event for key in self.charges]
         known += [event.event for event in known if isinstance(event, events.UserLevelDpEvent)]
         stated = any(isinstance(event, events.RecordwiseBatchGaussianDpEvent) for event in known)
@@ -254,14 +254,14 @@ class History:
     # --- deciding ---------------------------------------------------------------------------------
 
     def remaining(self, need: Counts) -> int | None:
-        """How many times ``need`` still fits; ``None`` without a budget."""
+        """How many times ``need`` still fits; ``None``: there is no budget."""
         budget = self.budget
         if self.later and not self.is_adaptive and self.first is not None:
             budget = self.filtered(self.first, False)
         return None if budget is None else budget.max_count(self.counts, need)
 
     def refuse(self, parts: list[Part], budget: Budget) -> NoReturn:
-        """Says why ``parts`` do not fit ``budget``."""
+        """Raises the error that explains why ``parts`` do not fit ``budget``."""
         assert self.settings.budget is not None
         rule, (epsilon, delta), need = budget.filter, self.settings.budget, needed(parts)
         if any(isinstance(pair, pairs.NonPrivate) for pair in need):
@@ -271,8 +271,8 @@ class History:
             )
         if rule is not None and any(isinstance(pair, pairs.Failure) for pair in need):
             raise PrivacyBudgetExceeded(
-                "a release that may fail fits no filter, and adaptive charges and later jobs need"
-                f" one: charge it to a separate accountant. {_NOTHING}"
+                "adaptive charges and later jobs need a filter, and a release that may fail fits"
+                f" no filter: charge it to a separate accountant. {_NOTHING}"
             )
         if why := without_delta(pairs.added(self.counts, need), delta):
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
@@ -285,24 +285,24 @@ class History:
             named[_NAMED:] = [f"{len(named) - _NAMED} others"]
         under, planner = "", "dpb.get_noise_multiplier"
         if rule is not None:
-            planner = "a filter fits fewer than dpb.get_noise_multiplier says: ask remaining(event)"
-            why = "this job or another began after others had charged, whose outputs it may use"
+            planner = "under a filter fewer fit than dpb.get_noise_multiplier says: see remaining()"
+            why = "a job began after others had charged and may depend on their outputs"
             if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
             under = f" {self.used_share(rule):.1%} of {rule} is used: {why}."
         raise PrivacyBudgetExceeded(
-            f"charging {times} x {' and '.join(named)} would pass the budget epsilon ="
+            f"charging {times} x {' and '.join(named)} would exceed the budget epsilon ="
             f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan"
             f" fewer, or more noise ({planner}).{under}"
         )
 
     def filtered(self, first: Pair, declared: bool) -> Budget | None:
-        """The budget under the filter that adaptive charges begin."""
+        """The budget with the filter that starts at the first adaptive charge."""
         budget = self.settings.budget
         return self._budget(None if budget is None else Filter.of(*budget, first, declared))
 
     def budget_for(self, parts: list[Part], flag: Flag) -> Budget | None:
-        """The budget that a charge has to fit, if any; raises if adaptive charges cannot begin."""
+        """The budget that a charge must fit, or ``None``; raises if no filter can start."""
         if flag == "fixed" or self.is_adaptive or (self.later and self.settings.budget is None):
             return self.budget
         if self.later and self.first is not None:
@@ -310,15 +310,15 @@ class History:
             assert budget is not None and budget.filter is not None
             if (used := self.used_share(budget.filter)) > 1:
                 raise PrivacyBudgetExceeded(
-                    f"a job used {used:.1%} of what later jobs may find in this ledger"
+                    f"earlier charges use {used:.1%} of the filter limit for later jobs"
                     f" ({budget.filter}). {_NOTHING} In a new ledger charge with adaptive=True"
                     " from the start, or let one job make all releases."
                 )
             return budget
         if self.settings.budget is None:
             raise ArgumentError(
-                "adaptive=True needs a budget: if earlier outputs decide parameters, only a limit"
-                " fixed in advance gives a guarantee. Write PrivacyAccountant(epsilon=...,"
+                "adaptive=True needs a budget: if parameters depend on earlier outputs, only a"
+                " limit fixed in advance gives a guarantee. Write PrivacyAccountant(epsilon=...,"
                 " delta=...)."
             )
         if self.counts:
@@ -327,24 +327,24 @@ class History:
                 " for adaptive=True: use a new accountant and charge with adaptive=True from the"
                 " first charge on."
             )
-        # not that of these parts if a charge was here before and was taken back
+        # an earlier charge that was returned still decides the filter
         return self.filtered(self.first or parts[0].pair, self.first is None or self.declared)
 
     # --- charging ---------------------------------------------------------------------------------
 
     @property
     def place(self) -> dict[str, Any]:
-        """The part of a saved state that identifies its file and how far this was read."""
+        """The part of a saved state that identifies its file and the last row read."""
         return {"ledger": "", "place": []}
 
     def refresh(self) -> None:
-        """Takes in what other processes charged."""
+        """Reads the charges of other processes."""
 
     def settle(self, in_doubt: bool = False) -> None:
-        """Returns what is reserved and unused; ``in_doubt``: more may be than is known here."""
+        """Returns unused reserved releases; ``in_doubt``: also those not known in memory."""
 
     def flag(self, adaptive: bool) -> Flag:
-        """Under which flag this job's charges stand."""
+        """The flag of this job's charges."""
         return "adaptive" if adaptive or self.later else "fixed"
 
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
@@ -357,11 +357,11 @@ class History:
             self.taken(None, part, label, flag)
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
-        """These releases were charged, out of a block if they were reserved."""
+        """Note that these releases were charged; ``block``: the block they were taken from."""
         self.keep(part.pair, Key(part.event, label, flag, self.job), part.times)
 
     def block_for(self, pair: Pair) -> Block | None:
-        """Releases of ``pair`` that need no decision."""
+        """Releases of ``pair`` that fit without a new decision."""
         budget = self.budget
         return Block(0, None, pair, MOST_STEPS if budget is None else budget.cheap({pair: 1}))
 
@@ -376,13 +376,13 @@ class History:
         return {**self.settings._asdict(), "history": charges}
 
     def notes(self) -> list[str]:
-        """The statements on which the guarantee rests."""
+        """The stored assumptions of the guarantee."""
         if self._is_resumed and any(key.job == self.job for key in self.charges):
             self._notes[RESUMED] = None
         return [*self._notes]
 
     def note(self, statement: str) -> None:
-        """Keeps a statement, unless it is there already."""
+        """Stores a statement once."""
         self._notes[statement] = None
 
     def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
@@ -390,21 +390,21 @@ class History:
         if state["ledger"]:
             raise ArgumentError(
                 "the saved history belongs to a ledger file, which may have later charges: open"
-                " that file, PrivacyAccountant(path=...), and resume with it."
+                " that file with PrivacyAccountant(path=...), and resume with this accountant."
             )
         if self.counts:
             raise ArgumentError(
-                "this accountant is not empty: loading would lose or double its charges. Load"
-                " into a new PrivacyAccountant."
+                "this accountant is not empty: loading would lose charges or count them twice."
+                " Load the state into a new PrivacyAccountant."
             )
         settings, budget = self.settings, self.settings.budget
         is_same = (state["epsilon"], state["delta"]) == (settings.epsilon, settings.delta)
         is_adaptive = any(key.flag == "adaptive" for key in charges)
         if is_adaptive and not is_same:
             raise ArgumentError(
-                "the saved history is adaptive: it is only valid with its budget"
-                f" {[state['epsilon'], state['delta']]}; this accountant's is"
-                f" {[settings.epsilon, settings.delta]}. Load it into one with the saved budget."
+                "the saved history is adaptive, so it is only valid with its budget"
+                f" {[state['epsilon'], state['delta']]}; this accountant's budget is"
+                f" {[settings.epsilon, settings.delta]}. Use an accountant with the saved budget."
             )
         parts = [
             (part, key)
@@ -431,15 +431,15 @@ class History:
             self.keep(part.pair, key, part.times)
 
     def _write(self, state: Mapping[str, Any], parts: list[tuple[Part, Key]]) -> None:
-        """Keeps what is taken over, where others can read it if there are any."""
+        """Stores the loaded charges; in a file other processes read them, too."""
         self._is_resumed |= state["job"] != self.job
 
     def require(self, charges: Mapping[Key, int]) -> None:
-        """Raises unless this history holds these charges, each of the job that made it."""
+        """Raises unless this history contains these charges, each from the same job."""
         held, wanted = (_by_job(found) for found in (self.charges, charges))
         if wanted - held:
             raise ArgumentError(
-                "this accountant does not know the releases of the saved run, so they would be"
+                "this accountant does not contain the charges of the saved run, so they would be"
                 " lost: resume with that run's accountant, or with an empty one, which copies"
                 " them."
             )
@@ -462,12 +462,12 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
             )
     found: dict[Key, int] = {}
     for row in state["history"]:
-        # a count that nothing rounds down, and a flag that no misspelling turns into "fixed"
+        # reject counts that would be rounded down, and misspelled flags, which would mean "fixed"
         is_row = isinstance(row, list | tuple) and len(row) == 5 and row[3] in get_args(Flag)
         if not (is_row and isinstance(row[1], int | float) and float(row[1]).is_integer()):
             raise ArgumentError(
-                "this is not the state of a PrivacyAccountant: a charge in it is no whole number of"
-                f" an event, {' or '.join(get_args(Flag))}. Load what state_dict() returned."
+                "this is not the state of a PrivacyAccountant: a charge in it lacks a whole count,"
+                f" or the flag {' or '.join(get_args(Flag))}. Load what state_dict() returned."
             )
         code, count, label, flag, job = row
         key = Key(events.decode(code), label or None, flag, job)

@@ -1,28 +1,31 @@
 """A history that outlives its process: one SQLite file that many processes charge.
 
-The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which
-count as spent for all the others), the *return* of what a block did not use, or a note. Rows are
-numbered without gaps. Each carries a digest of itself and of the row before, the first one of the
-settings, and the *seal* repeats the last digest: so a changed, lost or older row is noticed.
+The file only grows. A row is a charge, a *block* (releases that one process reserves in advance;
+all other processes count them as spent), the *return* of the unused rest of a block, or a note.
+Rows are numbered without gaps. Each row has a digest of itself and of the row before; the first row
+has one of itself and the settings. The *seal* repeats the last digest. So changed, lost and older
+rows are detected.
 
-A connection lives as long as one transaction, and a fork waits for its end: no child inherits one,
-and none writes into a file that was deleted or replaced. :mod:`session` is one process at a ledger.
+A connection is open for one transaction only, and a fork waits until it is closed. So no child
+inherits a connection, and no process writes into a file that was deleted or replaced.
+:mod:`session` is the view of one process on a ledger.
 
-Why the budget is never passed, whoever charges:
+Why charges never exceed the budget:
 
-* *Processes.* A block is committed in an exclusive transaction, and only if the last row is still
-  the one on which the decision rests (``Ledger.append``). Blocks of others count in full.
-* *Threads.* One of them charges or reads at a time (``LOCK``).
-* *Forks.* A fork waits for the lock. A session is of one process: a child begins anew from the
-  file, and owns no block (``Session.begun_anew``).
-* *Crashes.* What is released was taken out of a block that is on disk (``synchronous = FULL``).
-  What nobody returns stays charged.
-* *Interruptions.* While the file and what is known of it may differ, a session is ``stale``, and
-  the next call begins anew. A block is returned once, by a unique index.
-* *Copies of an accountant* hold the path and the file's identity, and no block. So do two
-  accountants that one process opens.
-* *Copies of the file.* Its identity, and the digest of the row that was read last, must be there.
-* *Two names.* A hard link and a file that is a mount point are refused: SQLite keeps a journal for
+* *Processes.* A block is committed in an exclusive transaction, and only if the file has no row
+  that the decision did not see (``Ledger.append``). Blocks of others count in full.
+* *Threads.* Only one thread charges or reads at a time (``LOCK``).
+* *Forks.* A fork waits for the lock. A session belongs to one process: a child starts a new session
+  from the file, and owns no block (``Session.begun_anew``).
+* *Crashes.* Each release is taken from a block that is already on disk (``synchronous = FULL``).
+  Releases that nobody returns stay charged.
+* *Interruptions.* While memory and file may differ, a session is ``stale``, and the next call
+  starts a new session. A unique index ensures that a block is returned only once.
+* *Copies of an accountant* contain the path and the file's identity, and no block. Two accountants
+  that one process opens share no block either.
+* *Copies of the file.* Each access checks the file's identity and the digest of the row that was
+  read last.
+* *Two names.* Hard links, and files that are mount points, are refused: SQLite has a journal for
   each name.
 """
 
@@ -67,11 +70,11 @@ TABLES = (
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
 )
 
-# Held by whoever charges or reads, and by whoever forks: a child must not begin in the middle of a
-# change, and SQLite keeps a process' locks in its memory, where a child would find those of a
+# Held during each charge, reading and fork. A child must not start in the middle of a change; and
+# SQLite stores locks in the memory of the process, so a child would inherit the locks of a
 # connection that it does not have.
 LOCK = threading.RLock()
-if hasattr(os, "register_at_fork"):  # systems without it have no fork
+if hasattr(os, "register_at_fork"):  # missing on systems without fork
     os.register_at_fork(
         before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
     )
@@ -90,7 +93,7 @@ class LedgerError(DPBayesError, RuntimeError):
 
 
 def replaced(path: Path) -> LedgerError:
-    """Another file has taken the place of the one that was opened."""
+    """The error if the opened file was replaced by another one."""
     return LedgerError(
         f"{path} was replaced by another ledger after it was opened. Nothing is released. Put the"
         " right file back."
@@ -98,7 +101,7 @@ def replaced(path: Path) -> LedgerError:
 
 
 def damaged(path: Path, what: str) -> LedgerError:
-    """The file is not what was written."""
+    """The error if the file is not as it was written."""
     return LedgerError(
         f"the ledger {path} is damaged ({what}). Its charges are unknown, so nothing is released."
         " Restore the newest backup only if nothing was charged after it; otherwise consider the"
@@ -107,10 +110,10 @@ def damaged(path: Path, what: str) -> LedgerError:
 
 
 def of_another_version(path: Path, error: Exception) -> LedgerError:
-    """The file is as it was written, but not by this version."""
+    """The error if another version wrote the file."""
     return LedgerError(
         f"the ledger {path} has content that this torch_dpbayes does not know ({error!r:.80}):"
-        " another version wrote it. Use that one; nothing was changed."
+        " another version wrote it. Use that version; nothing was changed."
     )
 
 
@@ -136,12 +139,12 @@ _EXPLAINED[sqlite3.SQLITE_PERM] = _EXPLAINED[sqlite3.SQLITE_READONLY]
 
 
 def explained(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> LedgerError:
-    """An error of SQLite in words."""
+    """The ledger error for an SQLite error."""
     what = _EXPLAINED.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
     if what is None:
         return damaged(path, str(error))
     why = "check the permissions: the file and its folder must be writable"
-    why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"
+    why = why if path.is_file() else "it is not a file" if path.exists() else "it is gone"
     return LedgerError(
         f"the ledger {path} {what.format(error=error, why=why, seconds=BUSY_SECONDS)}."
     )
@@ -151,13 +154,13 @@ def explained(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> LedgerEr
 
 
 def first_digest(settings: Mapping[str, Any]) -> str:
-    """The digest before the first row."""
+    """The digest of the settings, which precedes the first row."""
     return _hashed(json.dumps(dict(settings), sort_keys=True))
 
 
 def next_digest(before: str, values: list[Any]) -> str:
-    """The digest of a row after the one with the digest ``before``."""
-    return _hashed(before + json.dumps(values, default=repr))  # bytes, which are never written
+    """The digest of a row; ``before``: that of the row before it."""
+    return _hashed(before + json.dumps(values, default=repr))  # repr: damaged files may hold bytes
 
 
 def _hashed(text: str) -> str:
@@ -165,7 +168,7 @@ def _hashed(text: str) -> str:
 
 
 def now() -> str:
-    """The moment, for reading: nothing is ordered by it."""
+    """The time as text, for humans: nothing is ordered by it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -173,8 +176,8 @@ def now() -> str:
 
 
 class Row(NamedTuple):
-    """One row. ``label``: also the text of a note. ``block``: the number of the row that a return
-    belongs to. ``job``: empty in a row that is not written yet, of the job that writes it.
+    """One row. ``label``: in a note, its text. ``block``: in a return, the number of the block's
+    row. ``job``: empty in a row that is not written yet and belongs to the writing job.
     """
 
     kind: Kind
@@ -211,7 +214,7 @@ class Row(NamedTuple):
 
 
 def open_blocks(rows: Iterable[Row]) -> list[Row]:
-    """The blocks that were not returned: of running processes, or of some that died."""
+    """The blocks that were not returned: those of running processes, and of killed ones."""
     found: dict[int, Row] = {}
     for row in rows:
         if row.kind == "block":
@@ -240,11 +243,11 @@ def make_tables(connection: sqlite3.Connection, settings: Mapping[str, Any]) -> 
 
 def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     """The settings that the file at ``path`` was made with, checked against its first row."""
-    connection.execute("BEGIN")  # so that settings, seal and first row belong to one moment
+    connection.execute("BEGIN")  # one transaction: settings, seal and first row are consistent
     if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise LedgerError(
             f"{path} is empty. If it was a ledger, its charges are lost (a full disk?), and a new"
-            " one would spend the budget twice: restore it. If it never was one, remove it."
+            " one would spend the budget twice: restore it. If it never was a ledger, remove it."
         )
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise LedgerError(
@@ -253,7 +256,7 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != FORMAT:
         raise LedgerError(
-            f"the ledger {path} has format {version}, this torch_dpbayes reads format"
+            f"the ledger {path} has format {version}, but this torch_dpbayes reads format"
             f" {FORMAT}. Use the version that wrote it; nothing was changed."
         )
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -278,7 +281,7 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
 
 
 def seal_of_same_file(connection: sqlite3.Connection, path: Path, identity: str) -> Any:
-    """The seal of the file with this identity."""
+    """The seal of the file; raises if the file has another identity."""
     wanted = "SELECT name, value FROM settings WHERE name IN ('id', ?)"
     found = dict(connection.execute(wanted, (SEAL,)).fetchall())
     if found.get("id") != json.dumps(identity):
@@ -293,9 +296,9 @@ class Ledger:
     """The file: settings fixed at creation, and rows.
 
     Args:
-        settings: what must be in force. A ``None`` value takes over what the file has.
+        settings: the expected settings. ``None``: the value of the file is used.
         create: make the file with these settings if there is none.
-        read_only: never write, not even what SQLite keeps beside the file.
+        read_only: never write, not even SQLite's files beside the ledger.
 
     Raises:
         ArgumentError: the file has other settings.
@@ -322,16 +325,16 @@ class Ledger:
             self.settings = Settings.checked(*(found[name] for name in Settings._fields))
         except (DPBayesError, KeyError) as error:
             raise of_another_version(self.path, error) from error
-        self._before = first_digest(found)  # of the first row
-        self._version, self._digest = 0, self._before  # the last row that was read
+        self._before = first_digest(found)  # the digest before the first row
+        self._version, self._digest = 0, self._before  # number and digest of the last row read
         if settings.get("id", self.id) != self.id:
             raise replaced(self.path)
         for name, value in settings.items():
             if value is not None and found[name] != value:
                 raise ArgumentError(
                     f"the ledger {self.path} was made with {name} = {found[name]!r}, not"
-                    f" {value!r}. These settings cannot change: open the file with its own, or"
-                    " make another file."
+                    f" {value!r}. Settings of a ledger cannot change: open it with its own"
+                    " settings, or make another file."
                 )
 
     # --- connections ------------------------------------------------------------------------------
@@ -342,8 +345,8 @@ class Ledger:
         work: Callable[[sqlite3.Connection], T],
         path: Path | None = None,
     ) -> T:
-        """The result of ``work`` with its own connection to the ledger or to ``path``. (This is not
-        a context manager, because Ctrl-C in ``__exit__`` could leave the connection open.)
+        """The result of ``work`` with a new connection to the ledger or to ``path``. (This is not a
+        context manager, because Ctrl-C in ``__exit__`` could leave the connection open.)
         """
         connection: sqlite3.Connection | None = None
         mode = {"create": "rwc", "read": "ro" if self._is_read_only else "rw", "write": "rw"}
@@ -353,7 +356,7 @@ class Ledger:
                 if purpose != "read":
                     connection.execute("PRAGMA synchronous = FULL")
                 return work(connection)
-            # UnicodeDecodeError: sqlite3's message quotes a damaged text
+            # UnicodeDecodeError: sqlite3 quotes damaged text in its message
             except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise explained(self.path, error) from error
             finally:
@@ -367,17 +370,17 @@ class Ledger:
         journal = Path(f"{path}-wal")
         writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
         if mode == "ro" and not writable and not (journal.exists() and journal.stat().st_size):
-            # without it SQLite makes an index file here, which may fail, or which the ledger's
-            # owner could not write
+            # otherwise SQLite makes an index file here. That may fail, and the ledger's owner could
+            # not write to it.
             address += "&immutable=1"
         return sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
 
     def _require_one_name(self) -> None:
-        """Raise where the file can be opened under another name."""
+        """Raise if the file has another name."""
         if self.path.stat().st_nlink > 1:
             for other in self.path.parent.glob(f"{escape(self.path.name)}{_MAKING}*"):
-                with suppress(OSError):  # if this fails, its maker removes it
-                    if other.samefile(self.path):  # it was made a moment ago
+                with suppress(OSError):  # if this fails, the process that made it removes it
+                    if other.samefile(self.path):  # the file was just made
                         other.unlink(missing_ok=True)
         if self.path.stat().st_nlink > 1:
             raise LedgerError(
@@ -386,8 +389,8 @@ class Ledger:
             )
         if not self._is_checked and _is_mounted(self.path):
             raise LedgerError(
-                f"{self.path} is itself a mount point, such as one file bound into a container."
-                " SQLite has a journal for each name, so charges under another are invisible"
+                f"{self.path} is a mount point, such as a single file mounted into a container."
+                " SQLite has a journal for each name, so charges under another name are invisible"
                 " here. Release nothing; mount the folder."
             )
         self._is_checked = True
@@ -395,10 +398,10 @@ class Ledger:
     # --- rows -------------------------------------------------------------------------------------
 
     def read(self) -> list[Row]:
-        """The rows that came since the last call."""
+        """The rows that were added since the last call."""
 
         def select(connection: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], Any]:
-            connection.execute("BEGIN")  # rows and seal of one moment
+            connection.execute("BEGIN")  # one transaction: rows and seal are consistent
             seal = seal_of_same_file(connection, self.path, self.id)
             rows = f"SELECT {COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq"
             return connection.execute(rows, (self._version or 1,)).fetchall(), seal
@@ -406,8 +409,8 @@ class Ledger:
         rows, seal = self._connected("read", select)
         if self._version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
-                f"the ledger {self.path} no longer contains what this process read: a copy or a"
-                " backup replaced it. Nothing is released: put the newer file back."
+                f"the ledger {self.path} no longer contains the rows that this process read: a"
+                " copy or a backup replaced it. Nothing is released: put the newer file back."
             )
         found, last = [], self._digest
         for number, (*values, digest) in enumerate(rows, self._version + 1):
@@ -426,8 +429,8 @@ class Ledger:
     def append(
         self, rows: Iterable[Row], *, job: str, writer: str, if_unchanged: bool = True
     ) -> list[int] | None:
-        """Commits the rows and returns their numbers; ``None`` if ``if_unchanged`` and the file
-        has rows that were not read yet. After an error nobody knows what is on disk.
+        """Commits the rows and returns their numbers; ``None`` if ``if_unchanged`` and the file has
+        rows that were not read yet. After an error it is unknown whether the rows are on disk.
         """
 
         def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
@@ -464,13 +467,11 @@ class Ledger:
 
     @property
     def place(self) -> list[Any]:
-        """How far the file was read: number and digest of its last row, which covers all rows
-        before it.
-        """
+        """Number and digest of the last row read; the digest depends on all rows before it."""
         return [self._version, self._digest]
 
     def holds(self, place: list[Any]) -> bool:
-        """Whether the file goes on from there, unlike one that was restored from an older copy."""
+        """Whether the file contains this row; a file restored from an older copy may not."""
         number, digest = place
 
         def select(connection: sqlite3.Connection) -> Any:
@@ -483,8 +484,8 @@ class Ledger:
     # --- making -----------------------------------------------------------------------------------
 
     def _make_if_missing(self, settings: Mapping[str, Any]) -> None:
-        """Makes the file with these settings if there is none: whole, under a name of its own,
-        which then becomes this one. So whatever has this name held all that was charged to it.
+        """Makes the file with these settings if there is none. It is completed under a temporary
+        name and then linked to its own name, so there is never an incomplete ledger.
         """
         if self.path.exists():
             return
@@ -513,7 +514,7 @@ class Ledger:
 
 
 def _is_mounted(path: Path) -> bool:
-    """Whether a file is a mount point; known of another device's file, or if mounts are listed."""
+    """Whether a file is a mount point: on another device than its folder, or a listed mount."""
     if path.stat().st_dev != path.parent.stat().st_dev:
         return True
     try:
@@ -521,7 +522,7 @@ def _is_mounted(path: Path) -> bool:
     except OSError:
         return False
     name = os.fsencode(path)
-    for special in b"\\ \t\n":  # written as octal numbers there
+    for special in b"\\ \t\n":  # octal numbers in the list of mounts
         name = name.replace(bytes([special]), b"\\%03o" % special)
     return any(fields[4] == name for fields in map(bytes.split, mounts) if len(fields) > 4)
 

@@ -1,10 +1,11 @@
-"""Releases that are not Gaussian sums: events, the numbers they take, and their dominating pairs.
+"""Releases that are not Gaussian sums: events, checks of their numbers, and dominating pairs.
 
-*Poisson batches of which at most m records are used.* A draw of more is cut to m of them, chosen at
-random. Let M ~ Binomial(n, q) be how many other records are drawn. If M < m, the record joins with
-probability q and displaces nobody: a Poisson-sampled sum. If M >= m, it is in the batch with
-probability q' = E[q m / (M + 1) | M >= m] and takes the place of another one, so that the sum moves
-by up to 2C. Which of the two it is may be announced, and so may the batch without the record.
+*Truncated Poisson batches.* If more than m records are drawn, m of them are chosen at random. Let
+M ~ Binomial(n, q) be the number of other drawn records. If M < m, the record joins with probability
+q and displaces no other record: a Poisson-sampled sum. If M >= m, it is in the batch with
+probability q' = E[q m / (M + 1) | M >= m] and displaces another record, so the sum moves by up to
+2C. The bound holds even if it is public which of the two cases occurs, and the batch without the
+record.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from . import events
 from .dominating_pairs import Pair
 from .events import DpEvent, Parts, parts_of
 
-_MOST_LOSSES = 2**16  # of a discrete release; one with more counts at its largest
-_LARGEST_STD = 1e5  # of discrete Gaussian noise, whose every value is looked at
-_LARGEST_MOVE = 50.0  # in standard deviations; a larger one alone costs an epsilon above 1000
-_ONE = 1e-9  # by which probabilities may miss 1 together
-_ROUND_OFF = 1e-12  # relative, of a binomial probability
+_MOST_LOSSES = 2**16  # of a discrete release; one with more counts as pure, by its largest loss
+_LARGEST_STD = 1e5  # of discrete Gaussian noise; losses of all values are computed
+_LARGEST_MOVE = 50.0  # in standard deviations; one larger move costs an epsilon above 1000
+_ONE = 1e-9  # tolerance for probabilities that must add up to 1
+_ROUND_OFF = 1e-12  # relative error of a binomial probability
 
 
 @attr.frozen
 class EpsilonDeltaDpEvent(DpEvent):
-    """A release that is (epsilon, delta)-differentially private: a pure release and a failure
-    together, exactly (Kairouz, Oh, Viswanath 2015, Theorem 3.3).
+    """A release that is (epsilon, delta)-differentially private: exactly a pure release and a
+    failure together (Kairouz, Oh, Viswanath 2015, Theorem 3.3).
     """
 
     epsilon: float
@@ -57,7 +58,7 @@ class ExponentialMechanismDpEvent(DpEvent):
 @attr.frozen
 class PermuteAndFlipDpEvent(DpEvent):
     """A choice by permute-and-flip (McKenna, Sheldon 2020), or by the largest score with
-    exponential noise of mean 2 D / epsilon. A ``PureDpEvent``: no smaller range is known.
+    exponential noise of mean 2 D / epsilon. A ``PureDpEvent``: no bounded range is known.
     """
 
     epsilon: float
@@ -68,8 +69,8 @@ class DiscreteGaussianDpEvent(DpEvent):
     """A sum of whole numbers and discrete Gaussian noise (Canonne, Kamath, Steinke 2020): x with
     probability proportional to exp(-x^2 / (2 sigma^2)), on each of ``dimension`` coordinates.
 
-    A record moves the sum by at most ``sensitivity`` in L2 norm. On several coordinates, or an
-    unknown number (None), it is a ``ZCDpEvent(sensitivity^2 / (2 sigma^2))``.
+    A record moves the sum by at most ``sensitivity`` in L2 norm. With several coordinates, or an
+    unknown number (None), this is a ``ZCDpEvent(sensitivity^2 / (2 sigma^2))``.
     """
 
     sigma: float
@@ -77,7 +78,7 @@ class DiscreteGaussianDpEvent(DpEvent):
     dimension: int | None = None
 
 
-# --- the numbers they take ------------------------------------------------------------------------
+# --- checks of their numbers ----------------------------------------------------------------------
 
 
 @parts_of.register
@@ -100,7 +101,7 @@ def _(event: DiscreteLaplaceDpEvent, count: int) -> Parts:
     sensitivity = events.positive_count(event.sensitivity, "sensitivity")
     if a := events.non_negative(event.noise_parameter, "noise_parameter"):
         yield DiscreteLaplaceDpEvent(a, sensitivity), count
-    else:  # as upstream
+    else:  # as dp_accounting does
         yield events.NonPrivateDpEvent(), count
 
 
@@ -141,8 +142,8 @@ def _(event: MixtureOfGaussiansDpEvent, count: int) -> Parts:
         or abs(math.fsum(chances) - 1) > _ONE
     ):
         raise ArgumentError(
-            "a MixtureOfGaussiansDpEvent needs as many sampling_probs, which add up to 1, as"
-            f" sensitivities, none negative: got {chances} and {moves}."
+            "a MixtureOfGaussiansDpEvent needs non-negative sensitivities, and as many"
+            f" sampling_probs, which add up to 1: got {moves} and {chances}."
         )
     kept = [(m, c) for m, c in zip(moves, chances, strict=True) if c > 0]
     if not any(m for m, _ in kept):
@@ -161,7 +162,7 @@ def _(event: TruncatedSubsampledGaussianDpEvent, count: int) -> Parts:
     most = events.positive_count(event.truncated_batch_size, "truncated_batch_size")
     gaussian = events.GaussianDpEvent(event.noise_multiplier)
     for part, _ in parts_of(events.PoissonSampledDpEvent(event.sampling_probability, gaussian), 1):
-        # one record more may be there than was stated
+        # there may be one record more than stated
         if isinstance(part, events.PoissonSampledDpEvent) and most <= size:
             rate, noise = part.sampling_probability, part.event.noise_multiplier
             part = TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
@@ -174,7 +175,7 @@ for _kind in (
     PermuteAndFlipDpEvent,
     DiscreteGaussianDpEvent,
 ):
-    # dp_accounting's class of the same name and numbers, in the versions that have it
+    # also dp_accounting's class of the same name and numbers, in versions that have it
     if hasattr(dp_event, _kind.__name__):
         parts_of.register(
             getattr(dp_event, _kind.__name__),
@@ -212,7 +213,7 @@ def _(event: RandomizedResponseDpEvent, replace: bool) -> Pair:
     if not replace:
         raise ArgumentError(
             "randomized response gives no guarantee under add_or_remove_one, because it shows"
-            ' that a record is there: use PrivacyAccountant(neighboring="replace_one").'
+            ' that the record exists: use PrivacyAccountant(neighboring="replace_one").'
         )
     other = event.noise_parameter / event.num_buckets
     kept = 1 - event.noise_parameter + other
@@ -255,8 +256,8 @@ def _(event: TruncatedSubsampledGaussianDpEvent, replace: bool) -> Pair:
     if replace:
         parts = [(1 - full, "antipodal", rate, noise), (full, "symmetric", joins, noise / 2)]
     else:
-        # A record may also be added to the stated number: the batch is full a little more often
-        # then. What lies between costs no more than a swap at the full rate.
+        # A record may also be added to the stated number, and then the batch is full a little more
+        # often. The difference costs no more than a swap at the full rate.
         fuller = max(_displacing(size, rate, most)[0], full)
         parts = [
             (1 - fuller, "directed", rate, noise),

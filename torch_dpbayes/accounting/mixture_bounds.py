@@ -1,25 +1,25 @@
-r"""Bounds on many sampled releases, each with its own rate and noise, by mixtures of a few.
+r"""Bounds on many sampled releases with different rates and noises, by mixtures of a few releases.
 
-A release between the corners of a grid of (rate, noise) is dominated by a mixture of the four
-corners around it in which the drawn corner is announced. The excess is of second order in the
-grid's spacing; rounding to the least private corner has an excess of first order.
+A release between the points of a grid of (rate, noise) is dominated by a mixture of the four
+corners around it; the drawn corner is public. The excess is of second order in the grid spacing.
+Rounding to the least private corner has an excess of first order.
 
 * *Rate.* Both distributions of a pair are linear in q, and hockey-stick divergences are jointly
   convex, so the divergence at q lies below its chord between two rates.
 * *Noise.* Let m be 1/z for the pairs "directed" and "symmetric", and 2/z for "antipodal" (so that
-  delta(0) = q (2 Phi(m/2) - 1)), and t = Phi(m / 2). At each epsilon delta is a convex function of
-  t. Directed: at q = 1 the derivative d delta / d t is proportional to exp(epsilon/2 - epsilon^2 /
-  (2 m^2)), which grows with m, and sampling maps epsilon to another epsilon that does not depend on
-  m. The reverse and the symmetric profile are this one at -epsilon, up to factors and terms without
-  m. Antipodal: the threshold at which the divergence is attained moves with n = m / 2 so that,
-  with u = n y - epsilon / 2, d log(d delta / d t) / d n = ((y - n tanh(u) / 2)^2 + 3/4 n^2
+  delta(0) = q (2 Phi(m/2) - 1)), and let t = Phi(m / 2). At each epsilon delta is convex in t.
+  Directed: at q = 1 the derivative d delta / d t is proportional to exp(epsilon/2 - epsilon^2 /
+  (2 m^2)), which grows with m. Sampling maps epsilon to another epsilon that does not depend on m.
+  The reverse and the symmetric profile are this one at -epsilon, up to factors and terms without
+  m. Antipodal: the threshold at which the divergence is attained moves with n = m / 2. With
+  u = n y - epsilon / 2 this gives d log(d delta / d t) / d n = ((y - n tanh(u) / 2)^2 + 3/4 n^2
   tanh(u)^2) / n.
 
-A mixture of pairs that dominates each release dominates their composition too (Zhu, Dong, Wang
-2022, Theorem 10). The characteristic function of a composition is then the product over the
-releases of sum_k w_k phi_k. Releases of one cell whose weights are close form a group; its n
-factors are replaced by the n-th power of their mean. With x_i the relative deviations from the
-mean, which sum to 0, and s^2 = sum |x_i|^2, that changes the logarithm of the product by at most
+If a mixture of pairs dominates each release, the product of mixtures dominates the composition
+(Zhu, Dong, Wang 2022, Theorem 10). Its characteristic function is the product over the releases of
+sum_k w_k phi_k. Releases of one cell with similar weights form a group, and the n factors of a
+group are replaced by the n-th power of their mean. Let x_i be the relative deviations from the
+mean, which sum to 0, and s^2 = sum |x_i|^2. Then the logarithm of the product changes by at most
 s^2 / (2 (1 - s)), because |log(1 + x) - x| <= |x|^2 / (2 (1 - |x|)).
 """
 
@@ -37,19 +37,19 @@ from .privacy_loss import loss_nodes
 
 Indices = NDArray[np.int64]
 
-_PILOTS = 6  # rates and noises whose cost says where the grid has to be fine
+_PILOTS = 6  # rates and noises whose cost decides where the grid must be fine
 _PILOT_TAIL = 1e-20
 _BINS = 400
-_STEP = 0.1  # relative, between a release and the ends of a chord around it
+_STEP = 0.1  # relative distance from a release to the ends of a chord around it
 _MOST_NODES = 32  # rates, or noises, of the grid
-_WORTH = 0.7  # corners for each release, up to which mixtures are faster
-_MOST_GROUPS = 4096  # releases up to which each is a group of its own
+_WORTH = 0.7  # mixtures are faster if there are fewer corners per release
+_MOST_GROUPS = 4096  # up to so many releases are single groups
 _DOWN = 1 - 4e-16  # factor that rounds the noise of a corner down
 _UP = 1e-12  # relative and absolute rounding of the weight on the less private corner
 
 
 class Mixtures(NamedTuple):
-    """Groups of releases, and the mixture of four corners that dominates each member on average."""
+    """Groups of releases, each with a mixture of four corners: the mean over its members."""
 
     corners: list[Sampled]
     among: Indices  # (groups, 4)
@@ -70,13 +70,13 @@ class Mixtures(NamedTuple):
 
 
 class Near(NamedTuple):
-    """The point at which a composition is evaluated, and the precision."""
+    """The point near which a composition is evaluated, and the precision."""
 
     tilt: float
     log_delta: float
     reverse: bool
-    excess: float  # of log(delta) that mixtures aim at
-    fewest: int  # rates, and noises, of their grid
+    excess: float  # target excess of log(delta) by mixtures
+    fewest: int  # least number of rates, and of noises, in their grid
 
     def growth(self, pair: Sampled) -> float:
         """The approximate factor by which a release multiplies delta, minus 1: E exp(tilt * L) - 1,
@@ -89,7 +89,7 @@ class Near(NamedTuple):
 
 
 def mixtures(sampled: list[tuple[Sampled, int]], near: Near) -> Mixtures | None:
-    """The mixtures, or ``None`` if there are hardly fewer corners than different releases."""
+    """The mixtures, or ``None`` if there are almost as many corners as different releases."""
     found = []
     for kind in sorted({pair.kind for pair, _ in sampled}):
         chosen = [(pair.rate, pair.noise, n) for pair, n in sampled if pair.kind == kind]
@@ -108,7 +108,7 @@ def mixtures(sampled: list[tuple[Sampled, int]], near: Near) -> Mixtures | None:
 def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, near: Near) -> Mixtures:
     sensitivity = 2.0 if kind == "antipodal" else 1.0
     shift = sensitivity / noise
-    # coordinates in which the cost of a release of small loss is exp(2 (x + y))
+    # coordinates x, y in which a release of small loss costs about exp(2 (x + y))
     place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
     bends = _bends(kind, rate, noise, place, near)
     column, row = (
@@ -116,7 +116,7 @@ def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, near: 
         for at, bend in zip(place, bends, strict=True)
     )
     rates, shifts = rate[column], shift[row]
-    rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
+    rates[-1], shifts[-1] = rate.max(), shift.max()  # the largest of equal logarithms
     column, of_rate = _chord(rates, rate, _difference)
     row, of_shift = _chord(shifts, shift, _probability_between)
     step, corners, weights = len(shifts), [], []
@@ -143,8 +143,9 @@ def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, near: 
 
 
 def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:
-    """A member of each group, and each release's group: one cell's, with weights ``u`` and ``v`` in
-    one square of a grid as fine as the number of groups allows.
+    """A member of each group, and the group of each release. Releases of one cell are a group if
+    their weights ``u``, ``v`` are in one square of a grid. The grid is the finest that gives at
+    most ``_MOST_GROUPS`` groups.
     """
     if len(cell) <= _MOST_GROUPS:
         return np.arange(len(cell)), np.arange(len(cell))
@@ -160,8 +161,8 @@ def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:
 def _bends(
     kind: SampledKind, rate: Array, noise: Array, place: tuple[Array, Array], near: Near
 ) -> tuple[Array, Array]:
-    """About the excess of a chord over each coordinate, divided by the square of its half width:
-    interpolated between a few releases, not a bound.
+    """Approximate excess of a chord in each coordinate, divided by the square of its half width. It
+    is interpolated between a few releases and not a bound.
     """
     sensitivity = 2.0 if kind == "antipodal" else 1.0
     pilots = []
@@ -196,8 +197,8 @@ def _bends(
 def _nodes(x: Array, bend: Array, excess: float, fewest: int) -> Indices:
     """Indices of releases whose coordinates ``x`` are the nodes of the grid, in rising order.
 
-    A cell of width s has an excess of s^2 / 6 times the sum of ``bend`` over its members, on
-    average. The best spacing is proportional to the density of that sum to the power -1/3.
+    On average the excess of a cell of width s is s^2 / 6 times the sum of ``bend`` over its
+    members. The best spacing is proportional to (density of this sum)^(-1/3).
     """
     values, index = np.unique(x, return_index=True)
     if len(values) <= 2:
@@ -214,14 +215,14 @@ def _nodes(x: Array, bend: Array, excess: float, fewest: int) -> Indices:
     places = np.concatenate([[0.0], np.cumsum(density)])
     nodes = np.interp(np.linspace(0.0, places[-1], number), places, edges)
     above = np.clip(np.searchsorted(values, nodes), 0, len(values) - 1)
-    # no cell reaches over a wide gap between releases
+    # no cell spans a wide gap between releases
     gap = np.flatnonzero(np.diff(values) > 2 * (values[-1] - values[0]) / number)
     chosen = np.unique(np.concatenate([above, gap, gap + 1, [0, len(values) - 1]]))
     return index[chosen]
 
 
 def _chord(nodes: Array, values: Array, between: Any) -> tuple[Indices, Array]:
-    """The interval that holds each value, and its weight at the upper end, rounded up."""
+    """For each value its interval, and the weight of the interval's upper end, rounded up."""
     if len(nodes) == 1:
         return np.zeros(len(values), dtype=np.int64), np.zeros(len(values))
     lower = np.clip(np.searchsorted(nodes, values, "right") - 1, 0, len(nodes) - 2)
@@ -237,7 +238,7 @@ def _difference(low: Array, high: Array) -> Array:
 
 
 def _probability_between(low: Array, high: Array) -> Array:
-    """2 (Phi(high / 2) - Phi(low / 2)) of positive numbers, without loss of digits."""
+    """2 (Phi(high / 2) - Phi(low / 2)) for positive numbers, without cancellation."""
     a, b = low / math.sqrt(8), high / math.sqrt(8)
     near, far = special.erf(b) - special.erf(a), special.erfc(a) - special.erfc(b)
     return np.asarray(np.where(a < 0.5, near, far))

@@ -1,25 +1,23 @@
-r"""Odometer: an epsilon that is valid at every moment, however noise and rates were chosen.
+r"""Odometer: an epsilon that is valid at every moment, for adaptively chosen noise and rates.
 
 Let L be the privacy loss of all releases so far, and R_a the sum of their Renyi divergences of
-order a, each of which is known before its release. Then exp((a - 1) (L - R_a)) is a supermartingale
-under the data set that L refers to, also where parameters are chosen from earlier outputs
-(Whitehouse, Ramdas, Rogers, Wu 2023; for filters Feldman, Zrnic 2021), and so is a mixture over
-orders,
+order a. Each divergence is known before its release. Then exp((a - 1) (L - R_a)) is a
+supermartingale under the data set that L refers to, even if parameters depend on earlier outputs
+(Whitehouse, Ramdas, Rogers, Wu 2023; for filters Feldman, Zrnic 2021). So is a mixture over orders,
 
 .. math:: N = \sum_a w_a \exp((a - 1) (L - R_a)), \qquad \sum_a w_a = 1.
 
-The odometer shows the least epsilon for which (1 - exp(epsilon - L))_+ <= delta * N whatever L is:
+The odometer is the least epsilon for which (1 - exp(epsilon - L))_+ <= delta * N for every L:
 
 .. math:: \varepsilon = \max_\ell \ \ell + \log\Big(1 - \delta \sum_a w_a
     e^{(a - 1)(\ell - R_a)}\Big).
 
-By optional stopping E[(1 - exp(epsilon - L))_+] <= delta at every stopping time: whoever watches
-the outputs and stops at the moment that looks best to them has P(S) <= E_Q[exp(epsilon) 1_S] +
-delta for every S, with the epsilon that was shown when they stopped. For one order alone this is
-the conversion of Canonne, Kamath and Steinke (2020) at any fixed moment; the mixture costs the
-logarithm of the weight that the best orders have.
+By optional stopping E[(1 - exp(epsilon - L))_+] <= delta at every stopping time. So for any rule
+that stops by looking at outputs, P(S) <= E_Q[exp(epsilon) 1_S] + delta for every S, with the
+epsilon at the time of stopping. For a single order this is the conversion of Canonne, Kamath and
+Steinke (2020) at a fixed time; the mixture costs the logarithm of the weight of the best orders.
 
-The weights depend on delta and on what was released first, which no output can have decided.
+The weights depend on delta and on the first release, and no output can influence these.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ from . import renyi
 from .dominating_pairs import Array, NonPrivate, Pair
 from .privacy_loss import apart
 
-_COUNTS = np.geomspace(1, 1e7, 36)  # of releases; some order is good for each
+_COUNTS = np.geomspace(1, 1e7, 36)  # numbers of releases; each has its best order
 _LIKELY, _LIKELY_SPREAD = math.log(3e3), 3.0  # mean and deviation of log(number)
-_BROAD = 0.05  # this share of the weight is the same for all orders
-_SPREAD = 1.0  # the deviation of log(number) if a budget tells it
+_BROAD = 0.05  # share of the weight that is spread evenly over all orders
+_SPREAD = 1.0  # deviation of log(number) around the number that a budget allows
 
 
 def epsilon(
@@ -46,8 +44,8 @@ def epsilon(
     first: Pair | None,
     budget: tuple[float, float] | None = None,
 ) -> float:
-    """The odometer after ``counts``, of which ``first`` came first; tightest near the budget's
-    epsilon and delta.
+    """The odometer after ``counts``; ``first``: the first release. With a budget it is tightest
+    near the budget's epsilon and delta.
     """
     failures, others = apart(counts)
     if failures or NonPrivate() in others:
@@ -63,8 +61,8 @@ def epsilon(
 
 
 def largest(exponents: Array, logs: Array, spent: Array) -> float:
-    """max over l of l + log(1 - S), S = sum of exp(logs + exponents * (l - spent)): where S and its
-    derivative add up to 1.
+    """max over l of l + log(1 - S), S = sum of exp(logs + exponents * (l - spent)). At the maximum
+    S and its derivative add up to 1.
     """
     if not len(logs):
         return math.inf
@@ -73,20 +71,20 @@ def largest(exponents: Array, logs: Array, spent: Array) -> float:
     def excess(loss: float) -> float:
         return float(special.logsumexp(logs + slopes + exponents * (loss - spent)))
 
-    # the root is below that of each order alone, and one order has its share of the sum
+    # the root is below the root of each single order; some order has at least 1/n of the sum
     alone = spent - (logs + slopes) / exponents
     margin = 1e-9 * (1 + float(np.min(np.abs(alone))))
     high = float(np.min(alone)) + margin
     low = float(np.min(alone - math.log(len(logs)) / exponents)) - margin
     loss = optimize.brentq(excess, low, high, xtol=1e-13, rtol=1e-13)
     kept = -float(np.expm1(special.logsumexp(logs + exponents * (loss - spent))))
-    # the derivative is 0 at the optimum, so an error of ``loss`` counts squared
+    # the derivative is 0 at the optimum, so an error of ``loss`` has an effect of second order
     return max(0.0, (loss + math.log(kept)) * (1 + 1e-9)) if kept > 0 else math.inf
 
 
 def weights(first: Pair | None, delta: float, budget: tuple[float, float] | None) -> Array:
-    """The weight of each order of the Renyi curves: most on the orders that are best for many, or
-    few, of the first release, and a part on all orders.
+    """The weight of each order of the Renyi curves. Most weight is on the orders that are best for
+    some number of releases like the first one; the rest is spread over all orders.
     """
     number = len(renyi.ORDERS)
     broad = np.full(number, 1 / number)

@@ -1,13 +1,14 @@
-"""The privacy loss of one pair, as quadrature nodes and as masses on a grid; what needs no grid.
+"""The privacy loss of one pair, as quadrature nodes and as masses on a grid; bounds without a grid.
 
 *Connect the dots* (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022): a loss between two points of
-the grid h*Z is split between them so that its mass under P and under Q is kept. That is the
+the grid h*Z is split between them so that its masses under P and under Q stay the same. This is the
 tightest profile above the true one with losses on the grid. The masses are Gauss-Legendre integrals
-over pieces cut at the grid, sums of positive terms: their *relative* error is about 1e-13.
+over pieces that do not cross grid points. All terms are positive, so their *relative* error is
+about 1e-13.
 
 *Bounded losses.* Basic composition adds the largest losses.
 
-*Failures.* With f the probability that one release fails outright, delta(epsilon) = f + (1 - f) *
+*Failures.* If some release fails with probability f, delta(epsilon) = f + (1 - f) *
 (delta(epsilon) of the others).
 """
 
@@ -28,10 +29,10 @@ from .events import SMALLEST_DELTA
 
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 
-_LARGEST_LOSS = 1e4  # that nodes a twentieth apart lead up to
+_LARGEST_LOSS = 1e4  # nodes are a twentieth apart, so larger losses would need too many
 _LARGEST_EXPONENT = 700.0
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
-_FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
+_FAILURE_ERROR = 1e-14  # generous bound on the relative error of a failure probability
 
 # --- quadrature -----------------------------------------------------------------------------------
 
@@ -46,12 +47,12 @@ def pieces(edges: Array, degree: int = 3) -> tuple[Array, Array]:
 
 
 def _degree(width: float) -> int:
-    """The rule for a normal density up to ``width`` standard deviations, on pieces of a tenth."""
+    """The degree for a normal density up to ``width`` standard deviations, on pieces of 0.1."""
     return 3 if width < 9 else 5
 
 
 def _between(low: float, high: float, interval: float | Array) -> Array:
-    """The multiples of ``interval``, or those of its losses, that lie between two losses."""
+    """The multiples of ``interval`` (if it is an array, its elements) between two losses."""
     if isinstance(interval, float):
         first, last = math.ceil(low / interval), math.floor(high / interval)
         interval = interval * np.arange(first, last + 1, dtype=np.float64)
@@ -64,7 +65,7 @@ def _cut(
     loss_of: Callable[[Array], Array],
     place_of: Callable[[Array], Array],
 ) -> Array:
-    """Edges of pieces that no multiple of ``interval``, or none of its losses, divides."""
+    """``edges``, and cuts at all multiples of ``interval`` (if an array: at its elements)."""
     if interval is None:
         return edges
     ends = edges[[0, -1]]
@@ -81,7 +82,7 @@ def amplified_loss(losses: Array, q: float) -> Array:
 
 
 def unsampled_loss(losses: Array, q: float) -> Array:
-    """The inverse of :func:`amplified_loss`; far below 0 at log(1 - q) and beneath."""
+    """The inverse of :func:`amplified_loss`; very negative for losses of at most log(1 - q)."""
     low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
     far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
     return np.where(losses < 30, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), far)
@@ -115,9 +116,7 @@ def sampled_point(pair: pairs.Sampled, loss: Array) -> Array:
 
 
 class Nodes(NamedTuple):
-    """Losses of a pair with their masses under P. ``central`` is mass at loss 0 that the
-    nodes leave out.
-    """
+    """Losses of a pair with their masses under P. ``central``: further mass, at loss 0."""
 
     losses: Array
     masses: Array
@@ -126,11 +125,12 @@ class Nodes(NamedTuple):
 
 @singledispatch
 def loss_nodes(pair: Pair, tail: float, interval: float | Array | None = None) -> Nodes:
-    """Quadrature nodes of the privacy loss of ``pair``, all but P-mass (and Q-mass) ``tail`` at
-    either end. A new kind of pair that has a privacy loss distribution registers its own.
+    """Quadrature nodes of the privacy loss of ``pair``. They leave out at most P-mass (and Q-mass)
+    ``tail`` at either end. A new kind of pair with a privacy loss distribution registers its own
+    function.
 
-    No piece of the quadrature crosses a multiple of ``interval``, or one of these losses; an array
-    is for sampled Gaussian and Laplace releases only.
+    No piece of the quadrature crosses a multiple of ``interval`` (if it is an array, one of its
+    elements; only for sampled Gaussian and Laplace releases).
     """
     raise TypeError(f"{pair!r} has no privacy loss distribution.")
 
@@ -149,7 +149,8 @@ def _(pair: pairs.FewLosses, tail: float, interval: float | None = None) -> Node
 @loss_nodes.register
 def _(pair: pairs.DiscreteGaussian, tail: float, interval: float | None = None) -> Nodes:
     std, move = pair.std, pair.move
-    # a discrete Gaussian's tails lie below a Gaussian's of the same parameter, but for one value
+    # the tails of a discrete Gaussian are, except for one value, below those of a Gaussian with the
+    # same parameter
     reach = math.ceil(-float(special.ndtri(tail / 4)) * std) + 1
     x = np.arange(-reach, move + reach + 1, dtype=np.float64)
     normal = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * std**2)).sum()
@@ -175,7 +176,7 @@ def _(pair: pairs.BoundedRange, tail: float, interval: float | None = None) -> N
     b = pair.epsilon
     if b > _LARGEST_LOSS:
         raise OverflowError(BEYOND)
-    # towards the largest loss, which large tilts single out
+    # more nodes near the largest loss, which decides at large tilts
     fine = b - 2 * b * np.geomspace(1e-9, 1.0, 60)
     edges = np.union1d(np.linspace(-b, b, 2 + int(20 * b)), np.append(fine, b))
     loss, weight = pieces(_cut(edges, interval, np.asarray, np.asarray))
@@ -199,7 +200,7 @@ def sampled_nodes(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Nodes:
-    """:func:`loss_nodes` of the losses from ``least`` to ``most`` only."""
+    """:func:`loss_nodes`, only for losses from ``least`` to ``most``."""
     width = -float(special.ndtri(tail))
     q, z = pair.rate, pair.noise
     start, stop = (0.5 if pair.kind == "symmetric" else -z * width), 1 + z * width
@@ -231,12 +232,12 @@ def _(pair: pairs.Laplace, tail: float, interval: float | Array | None = None) -
     shift = 1 / pair.scale
     if shift > _LARGEST_LOSS:
         raise OverflowError(BEYOND)
-    # towards the ends, which Renyi divergences of high order single out
+    # more nodes near the ends, which decide Renyi divergences of high order
     fine = shift * np.geomspace(1e-9, 0.5, 150)
     edges = np.union1d(
         np.linspace(0.0, shift, 2 + int(20 * shift)), np.concatenate([fine, shift - fine])
     )
-    # in units of the noise's scale, from no shift to the shift
+    # u: position between the two centres, in units of the noise scale
     edges = _cut(edges, interval, lambda u: 2 * u - shift, lambda loss: (shift + loss) / 2)
     u, weight = pieces(edges, 5)
     loss = 2 * u - shift
@@ -291,7 +292,7 @@ def _(pair: pairs.Mixed, tail: float, interval: float | None = None) -> Nodes:
 
 
 class Masses(NamedTuple):
-    """Masses at ``interval * (first + arange(len(masses)))``, the rest at +infinity."""
+    """Masses at ``interval * (first + arange(len(masses)))``, and the mass at +infinity."""
 
     first: int
     masses: Array
@@ -299,7 +300,7 @@ class Masses(NamedTuple):
 
 
 def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masses]:
-    """``pair`` and its reverse on the grid ``interval * Z``; mass ``tail`` of each end moves up."""
+    """``pair`` and its reverse on the grid ``interval * Z``; at each end mass ``tail`` moves up."""
     nodes = loss_nodes(pair, tail, interval)
     cell = np.floor(nodes.losses / interval)
     first = int(min(cell.min(), -1 if nodes.central else cell.min()))
@@ -319,10 +320,10 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
         return (Masses(first, masses, tail),) * 2
     if -interval * first > _LARGEST_EXPONENT:
         raise OverflowError(BEYOND)
-    # The nodes cover the bulk of both distributions, so their masses under the other one are all
-    # there is but ``tail``.
+    # The nodes cover both distributions up to ``tail``, so their masses under the other one are
+    # complete up to ``tail``.
     reverse = (masses * np.exp(-interval * (first + np.arange(size))))[::-1].copy()
-    # The loss of what lies beyond the lower end is at most the second grid point's.
+    # the loss of mass beyond the lower end is at most that of the second grid point
     masses[1] += tail
     reverse[1] += tail
     return Masses(first, masses, tail), Masses(-(first + size - 1), reverse, tail)
@@ -332,7 +333,7 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
 
 
 def sum_as_written(terms: Iterable[tuple[float, int]]) -> float:
-    """Sum of count * value, rounded up; the values are decimals, so that three times 0.1 is 0.3."""
+    """Sum of count * value, rounded up. Values are read as decimals: three times 0.1 is 0.3."""
     total = sum((count * Fraction(repr(value)) for value, count in terms), Fraction(0))
     try:
         found = float(total)
@@ -349,11 +350,11 @@ def largest_sum(counts: Mapping[Pair, int]) -> float:
     return sum_as_written(terms)
 
 
-# --- releases that fail outright with some probability --------------------------------------------
+# --- releases that fail with some probability -----------------------------------------------------
 
 
 def apart(counts: Mapping[Pair, int]) -> tuple[dict[pairs.Failure, int], dict[Pair, int]]:
-    """The releases that fail outright with some probability, and the others."""
+    """The releases that fail with some probability, and the others."""
     failures = {p: count for p, count in counts.items() if count and isinstance(p, pairs.Failure)}
     return failures, {p: n for p, n in counts.items() if n and not isinstance(p, pairs.Failure)}
 
@@ -373,12 +374,12 @@ def failing(failures: Mapping[pairs.Failure, int], *, upper: bool = True) -> flo
 
 
 def left_of(delta: float, failed: float) -> float:
-    """The delta beside failures of probability ``failed`` <= ``delta``, rounded down."""
+    """The delta that failures of probability ``failed`` leave for other releases, rounded down."""
     return (delta - failed) / (1 - failed) * (1 - 1e-15)
 
 
 def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Releases whose loss is bounded, and the others."""
+    """Releases with a bounded loss, and the others."""
     bounded = {pair: count for pair, count in counts.items() if pairs.largest_loss(pair) < math.inf}
     return bounded, {pair: count for pair, count in counts.items() if pair not in bounded}
 
@@ -386,9 +387,9 @@ def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]
 def epsilon_of_all(
     counts: Mapping[Pair, int], delta: float, bound: Callable[[Mapping[Pair, int], float], float]
 ) -> float:
-    """An upper bound on epsilon at ``delta``, where ``bound(others, left)`` is one for releases
-    that do not fail outright: of all of these, or of those whose loss is not bounded, which then
-    have all of delta, plus the largest loss of the others.
+    """An upper bound on epsilon at ``delta``. ``bound(others, left)`` is one for releases that do
+    not fail. It is applied to all of these; or only to those with an unbounded loss, and then the
+    largest loss of the others is added. The smaller result counts.
     """
     failures, others = apart(counts)
     failed = failing(failures)
@@ -424,7 +425,7 @@ def delta_of_all(
 
 
 def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
-    """Why epsilon is infinite, where failures use all of ``delta``; else empty."""
+    """The reason for an infinite epsilon if failures use all of ``delta``; else an empty text."""
     failures, others = apart(counts)
     failed = failing(failures)
     if not failed or pairs.NonPrivate() in others:
@@ -434,7 +435,7 @@ def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
     ):
         return ""
     return (
-        f"Releases that may fail (FailureDpEvent) use a delta of {failed:.4g} in all, so nothing"
-        f" is left of delta = {delta:g}: epsilon is infinite. Ask for a larger delta, or charge"
-        " smaller failures."
+        f"Releases that may fail (FailureDpEvent) use a delta of {failed:.4g} in total, so nothing"
+        f" is left of delta = {delta:g}: epsilon is infinite. Use a larger delta, or charge smaller"
+        " failures."
     )

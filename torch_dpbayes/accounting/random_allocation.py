@@ -1,33 +1,33 @@
-"""One epoch of random allocation ("balls and bins"): every record joins one of t batches, drawn for
-it alone.
+"""One epoch of random allocation ("balls and bins"): every record joins one of t batches,
+independently of the other records.
 
-With Y_i = exp(x_i / z^2 - 1 / (2 z^2)), x_i ~ N(0, z^2), the likelihood ratio of an epoch with a
-record to one without it is the average W of t of them. A pair costs no less than another if its W
-is larger in convex order (equal means, E f(W) larger for every convex f): both hockey-stick
-divergences are such expectations. Spreading a value between its neighbours on a grid, so that its
-mean stays, makes W larger in that order, and so do sums of such values. The law of W is therefore
-found by doubling on grids that are even in log W: the result is an upper bound, and it is tight,
-because a value's grid is the coarser the more of them are averaged.
+Let Y_i = exp(x_i / z^2 - 1 / (2 z^2)) with x_i ~ N(0, z^2). The likelihood ratio of an epoch with a
+record to one without it is the average W of t such values. A pair costs at least as much as another
+one if its W is larger in convex order (equal means, and E f(W) larger for every convex f), because
+both hockey-stick divergences are such expectations. Spreading a value between its neighbours on a
+grid, with the same mean, makes W larger in this order; so does a sum of spread values. The
+distribution of W is therefore computed by doubling, on grids that are even in log W. The result is
+an upper bound. It is tight, because grids are coarser only where more values are averaged.
 
 **Adaptive queries.** Let step j release f_j + [I = j] g_j + N(0, z^2), |g_j| <= 1, where f_j and
-g_j follow from earlier outputs and I is the record's batch. That is f_j + X_j g_j and noise, with
-X = (indicators of I) + N(0, z^2 1): the release is computed from X, step by step, so the pair of X
-with and without a record dominates it, whatever the other records are. Under replace-one g_j
-becomes g_j', |g_j'| <= 1. A hockey-stick divergence is the expectation of a convex function phi(p,
-q) of two mixtures of exponentials of Gaussians, and phi_pq <= 0: it grows with the covariances of
-the exponents within p and within q, and falls with those between p and q. g_j' = -g_j is extreme in
-all of them at once; from the last step to the first, this holds whatever earlier outputs are. The
+g_j follow from earlier outputs, and I is the record's batch. This equals f_j + X_j g_j and noise,
+with X = (indicators of I) + N(0, z^2 1). The release is computed from X, step by step, so the pair
+of X with and without a record dominates it for any other records. Under replace-one g_j becomes
+g_j', |g_j'| <= 1. A hockey-stick divergence is the expectation of a convex function phi(p, q) of
+two mixtures of exponentials of Gaussians, and phi_pq <= 0: it grows with the covariances of the
+exponents within p and within q, and falls with those between p and q. All of them are extreme at
+g_j' = -g_j; by induction from the last step to the first, this holds for any earlier outputs. The
 pair of X and -X therefore dominates. Its divergence at exp(epsilon) is E (sum of f(x_i))_+ / t,
-f(x) = Y(x) - exp(epsilon) Y(-x): the law of a sum of t independent values, which is found by FFT at
-many epsilons. Where it is below what round-off lets see, another bound takes its place: at alpha *
+f(x) = Y(x) - exp(epsilon) Y(-x). The distribution of this sum of t independent values is computed
+by FFT, at many epsilons. If the divergence is below round-off, another bound is used: at alpha *
 beta the divergence is at most H_alpha(X || noise) + alpha * H_beta(noise || -X), and the least of
-these is the profile of the two losses added with their quantiles matched. Between, profiles are
-convex in exp(epsilon). ``Allocated`` of kind "antipodal" stands for all of that.
+these is the profile of the sum of the two losses with matched quantiles. Between these epsilons,
+profiles are convex in exp(epsilon). ``Allocated`` of kind "antipodal" is this bound.
 
-A replaced record may cost more than with Poisson sampling: it is in some batch for certain. Of two
-steps at z = 1 delta(0) is 0.520, and 0.471 with Poisson sampling.
+A replaced record may cost more than with Poisson sampling, because it is in some batch for certain:
+for two steps at z = 1 delta(0) is 0.520, and 0.471 with Poisson sampling.
 
-Chua et al. 2024 (balls and bins) and Feldman, Shenfeld 2025, 2026 give the first pair.
+The first pair is from Chua et al. 2024 (balls and bins) and Feldman, Shenfeld 2025, 2026.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from .events import DpEvent, GaussianDpEvent, Parts, parts_of, positive_count, s
 from .privacy_loss import Nodes, loss_nodes, pieces
 from .renyi import divergences
 
-_EXCESS = 2e-4  # of the variance of W - 1 that the grids may add, relative to it
-_COARSEST = 0.01  # ratio of neighbouring values on a grid, less 1
-_MOST_VALUES = 2**13  # on a grid; of more steps than about a million the grids are coarser for it
-# Beyond these a record is taken to be in every batch. With less noise W is beyond floats, and one
-# Gaussian sum costs epsilon = 90.
+_EXCESS = 2e-4  # relative increase of the variance of W - 1 by the grids
+_COARSEST = 0.01  # largest ratio of neighbouring values on a grid, minus 1
+_MOST_VALUES = 2**13  # on a grid; with more than about a million steps this makes grids coarser
+# For other noise the bound assumes that the record is in every batch. With less noise W overflows,
+# and one Gaussian sum costs epsilon = 90.
 _LEAST_NOISE, _LARGEST_NOISE = 0.1, 1e4
-_LEAST_REPLACED = 1e-12  # divergence of a replaced record that is looked at closely
-_NO_NODE = 1e-20  # share of the mean of Y that no node stands for
+_LEAST_REPLACED = 1e-12  # smaller divergences of a replaced record are only bounded roughly
+_NO_NODE = 1e-20  # share of the mean of Y that the nodes leave out
 _LARGEST_EXPONENT = 600.0
-_FEW_EPSILONS, _EPSILONS = 16, 250  # at so many points, first to see where the others belong
-_SHARES = 1.0, 0.4, 0.16, 0.06, 0.02, 0.007, 0.002  # of a value's largest size that are tried
-_WINDOW = 2**15  # values of a sum
-_MOMENTS = 256  # highest order whose moment is computed
-_UNSEEN = 1e-60  # probability of values of W that its negative moments leave out
-_ROUND_OFF = 1e-12  # of a moment, by far
+_FEW_EPSILONS, _EPSILONS = 16, 250  # the first few decide the position of the others
+_SHARES = 1.0, 0.4, 0.16, 0.06, 0.02, 0.007, 0.002  # tried shares of a value's largest size
+_WINDOW = 2**15  # grid points of a sum
+_MOMENTS = 256  # highest order of a computed moment
+_UNSEEN = 1e-60  # probability of the values of W that negative moments leave out
+_ROUND_OFF = 1e-12  # generous bound on the error of a moment
 
 
 @attr.frozen
@@ -66,8 +66,8 @@ class RandomAllocationDpEvent(DpEvent):
     """One epoch of ``num_steps`` Gaussian sums ("balls and bins"): every record joins one batch,
     each with the same probability, independently of the other records.
 
-    A started epoch counts as a whole. ``event`` has the smallest noise multiplier in it. Steps may
-    depend on earlier outputs of the epoch.
+    A started epoch counts as a whole. ``event`` has the smallest noise multiplier of the epoch. A
+    step may depend on earlier outputs of the epoch.
     """
 
     num_steps: int
@@ -94,12 +94,12 @@ def _(event: RandomAllocationDpEvent, replace: bool) -> Pair:
     return Allocated("antipodal" if replace else "directed", event.num_steps, noise)
 
 
-# --- the law of W without the record --------------------------------------------------------------
+# --- the distribution of W without the record -----------------------------------------------------
 
 
 @attr.frozen
 class _Law:
-    """Probabilities ``masses`` of the values exp(interval * (first + arange(len(masses))))."""
+    """A distribution: ``masses`` of the values exp(interval * (first + arange(len(masses))))."""
 
     interval: float
     first: int
@@ -110,12 +110,12 @@ class _Law:
         return np.asarray(self.interval * (self.first + np.arange(len(self.masses))), dtype=float)
 
     def on(self, interval: float) -> _Law:
-        """The same on another grid, each value spread between its neighbours."""
+        """The same on another grid; each value is spread between its neighbours."""
         return self if interval == self.interval else _spread(self.logs, self.masses, interval)
 
     def trimmed(self, below: float, beyond: float) -> _Law:
-        """Without the ends: probability ``below`` of the smallest values moves up, and the largest
-        ones, whose share of the mean is ``beyond``, down.
+        """Without the ends: the smallest values, of probability ``below``, move up. The largest
+        values, with a share of ``beyond`` of the mean, move down.
         """
         masses = self.masses.copy()
         start = int(np.searchsorted(np.cumsum(masses), below))
@@ -138,9 +138,9 @@ def _spread(logs: Array, masses: Array, interval: float) -> _Law:
 
 
 def _sum(one: _Law, other: _Law) -> _Law:
-    """The law of the sum of two independent values, on the grid of both.
+    """The distribution of the sum of two independent values, on their common grid.
 
-    The larger of two values d cells apart moves up by log(1 + exp(-d h)) / h cells, whatever it is.
+    If two values are d cells apart, their sum is log(1 + exp(-d h)) / h cells above the larger one.
     """
     h = one.interval
     low = min(one.first, other.first)
@@ -154,13 +154,13 @@ def _sum(one: _Law, other: _Law) -> _Law:
     share = np.clip(np.expm1(rise - cells * h) / math.expm1(h), 0.0, 1.0)
     start = int(cells[0])  # the least cell of a sum
     total = np.zeros(size + 2)
-    near = int(np.searchsorted(-cells, 0))  # from here on the larger one stays in its cell
+    near = int(np.searchsorted(-cells, 0))  # from this d on the sum is in the larger one's cell
     ends = [(law.first - low, law.first - low + len(law.masses)) for law in (one, other)]
     for larger, smaller, (a, b), (c, e), least in (
         (p, q, ends[0], ends[1], 0),
         (q, p, ends[1], ends[0], 1),
     ):
-        for d in range(max(least, a - e + 1), min(near, b - c)):  # apart, both in their range
+        for d in range(max(least, a - e + 1), min(near, b - c)):  # distances of values in range
             first, last = max(a, c + d), min(b, e + d)
             both = larger[first:last] * smaller[first - d : last - d]
             first, last = first + cells[d] - start, last + cells[d] - start
@@ -170,7 +170,7 @@ def _sum(one: _Law, other: _Law) -> _Law:
         for larger, smaller in ((p, q), (q, p)):
             kept = smaller[: size - near]
             number = np.cumsum(kept)
-            # sum of kept * exp(-d h): a recursion, for exp(d h) may be beyond floats
+            # sum of kept * exp(-d h) by recursion, because exp(d h) may overflow
             moved = signal.lfilter([math.exp(-near * h) / math.expm1(h)], [1, -math.exp(-h)], kept)
             moved = np.minimum(moved, number)
             total[near - start : size - start] += larger[near:] * (number - moved)
@@ -180,8 +180,8 @@ def _sum(one: _Law, other: _Law) -> _Law:
 
 
 def _one_value(noise: float, interval: float, below: float, beyond: float) -> _Law:
-    """Y; ``below``: the probability of small values that move up, ``beyond``: the largest ones'
-    share of the mean, which is cut off.
+    """The distribution of Y. ``below``: the probability of small values that move up. ``beyond``:
+    the share of the mean in large values that are cut off.
     """
     s = 1 / noise
     low, high = float(special.ndtri(below)), s - float(special.ndtri(beyond))
@@ -199,15 +199,15 @@ def _one_value(noise: float, interval: float, below: float, beyond: float) -> _L
 
 @lru_cache(maxsize=32)
 def _average(steps: int, noise: float, below: float, beyond: float) -> tuple[Array, Array]:
-    """log W and its probabilities without the record; ``below``: of small W that may have moved up,
-    ``beyond``: the largest ones' share of the mean, which may be missing.
+    """log W and its probabilities without the record. ``below``: the probability of small W that
+    may have moved up. ``beyond``: the share of the mean in large W that may be missing.
     """
     finest = math.sqrt(_EXCESS * math.expm1(noise**-2) / steps)
 
     def interval(number: int) -> float:
         return min(finest * (steps / number) ** (1 / 3), _COARSEST)
 
-    # each value is trimmed once for each level, in two places
+    # each value is trimmed once per level, at two places of the code
     levels = 2 * steps.bit_length() + 2
     below, beyond = below / (steps * levels), beyond / (steps * levels)
     block, number = _one_value(noise, interval(1), below, beyond), 1
@@ -231,9 +231,7 @@ def _average(steps: int, noise: float, below: float, beyond: float) -> tuple[Arr
 
 
 def _power_of_ten(tail: float) -> float:
-    """The largest power of ten not above ``tail``, so that results can be reused for other
-    tails.
-    """
+    """The largest power of ten of at most ``tail``, so that cached results fit other tails."""
     return max(10.0 ** math.floor(math.log10(tail)), 1e-290)
 
 
@@ -247,8 +245,8 @@ def _(pair: Allocated, tail: float, interval: float | None = None) -> Nodes:
 
 
 def _matched(pair: Allocated, tail: float) -> Nodes:
-    """Quantiles matched."""
-    # Where one loss is large the other one's probability counts that many times.
+    """The sum of the two losses with matched quantiles."""
+    # if one loss is large, errors in the other one's probability are multiplied by its exponential
     s = 1 / pair.noise
     largest = s**2 / 2 - s * float(special.ndtri(tail / (2 * pair.steps)))
     below = _power_of_ten(max(tail * math.exp(-min(largest, 600.0)), 1e-290))
@@ -270,7 +268,7 @@ def _matched(pair: Allocated, tail: float) -> Nodes:
 
 @lru_cache(maxsize=32)
 def _replaced(steps: int, noise: float) -> tuple[Array, Array]:
-    """Epsilons, and a bound on the hockey-stick divergence at each of them."""
+    """Epsilons, and a bound on the hockey-stick divergence at each epsilon."""
     rough = _matched(Allocated("antipodal", steps, noise), _LEAST_REPLACED)
     order = np.argsort(rough.losses)
     shares = np.cumsum(rough.masses[order][::-1])[::-1]
@@ -281,8 +279,8 @@ def _replaced(steps: int, noise: float) -> tuple[Array, Array]:
         for epsilon in few.tolist()
     ]
     bounds, share = (np.array(column) for column in zip(*found, strict=True))
-    # a chord's excess is about (step * (1/2 - slope of log delta))^2 / 8 of delta: the points are
-    # even in the function whose slope that is
+    # relative to delta, a chord's excess is about (step * (1/2 - slope of log delta))^2 / 8: place
+    # the points evenly in epsilon / 2 - log(delta)
     bounds = np.minimum(bounds, np.maximum(_profile(rough, few), _NO_NODE))
     place = np.maximum.accumulate(few / 2 - np.log(bounds))
     epsilons = np.interp(np.linspace(place[0], place[-1], _EPSILONS), place, few)
@@ -298,14 +296,14 @@ def _replaced(steps: int, noise: float) -> tuple[Array, Array]:
 def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> float:
     """E (sum of f)_+ / t for f = Y(x) - exp(epsilon) Y(-x) of each step.
 
-    Values below -M count as -M, and where one is above M it is added to the others: f + R + (M +
-    R)_-, R their sum. That holds for any M; ``share`` says how small it is, beside one that hardly
-    any value passes. Of few steps with little noise a smaller one is tighter far out, where values
-    near 0 decide: the grid is finer. Between, values are spread on a grid, which keeps their mean,
-    so that no convex function of the sum has a smaller expectation; the quadrature's pieces are cut
-    at that grid, for it is exact only where what it integrates has no kink. The sum's law is an
-    FFT's of the tilted masses. What leaves the window above is bounded by Chernoff; below, it only
-    adds.
+    Values below -M count as -M. A value f above M is bounded apart from the others, with their sum
+    R, by f + R + (M + R)_-. This holds for any M: ``share`` is its ratio to an M that hardly any
+    value exceeds. For few steps with little noise a smaller M is tighter at large epsilons: values
+    near 0 decide there, and the grid is finer. Values between -M and M are spread on a grid with
+    the same mean, so no convex function of the sum has a smaller expectation. The quadrature's
+    pieces end at grid points, because it is exact only for integrands without a kink. The sum's
+    distribution is computed by FFT of tilted masses. Mass above the window is bounded by Chernoff;
+    mass that leaves it below only increases the bound.
     """
     s = 1 / noise
     end = s - float(special.ndtri(_NO_NODE))
@@ -315,7 +313,7 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
         u, weight = pieces(edges, 5)
         mass = weight * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
         mass[0] += float(special.ndtr(-end))
-        # in units of exp(epsilon), for the range of floats
+        # in units of exp(epsilon), to avoid overflow
         return np.exp(s * u - s**2 / 2 - epsilon) - np.exp(-s * u - s**2 / 2), mass
 
     f, mass = nodes(edges)
@@ -339,7 +337,7 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     below = (math.hypot(math.sqrt(variance), distance) - distance) / 2  # E (M + R)_- at most
     over = f > largest
     alone = float(mass[over] @ f[over]) + float(mass[over].sum()) * (rest + below)
-    # the sum of those that are not above M
+    # the sum of values that are not above M
     cell = np.floor(kept[~over] / h)
     up = mass[~over] * np.clip(kept[~over] / h - cell, 0.0, 1.0)
     first = int(cell.min())
@@ -350,7 +348,7 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     places, logs = first + filled, np.log(masses[filled])
     values = np.asarray(h * places, dtype=np.float64)
 
-    # where a tilt is best is seen on a coarser grid
+    # a coarser grid suffices to find the best tilt
     starts = np.arange(0, len(filled), 16)
     sums = np.add.reduceat(masses[filled], starts)
     coarse = np.add.reduceat(masses[filled] * values, starts) / sums, np.log(sums)
@@ -381,19 +379,19 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     sums = h * np.arange(1, size // 2)
     exponent = np.minimum(steps * scale - theta * sums, _LARGEST_EXPONENT)
     inside = float(np.sum((np.maximum(total, 0.0) + error) * np.exp(exponent) * sums))
-    # (s)_+ <= reach exp(theta (s - reach)) beyond it, if theta is at least 1 / reach
+    # s <= reach exp(theta (s - reach)) for s >= reach, if theta is at least 1 / reach
     tilts = (theta + np.geomspace(1.0, 300.0, 12) / reach).tolist()
     tilt = min(tilts, key=lambda tilt: steps * log_moment(tilt, *coarse) - tilt * reach)
     beyond = steps * log_moment(tilt) - tilt * reach
     outside = reach * math.exp(min(beyond, 0.0))
     bound = (inside + outside) * (1 + 1e-9) / steps + alone * (1 + 1e-9)
-    # the units, and values of x that no node stands for
+    # back to the original units, and add the values of x that the nodes leave out
     return min(math.exp(epsilon) * bound + _NO_NODE * (1 + steps), 1.0)
 
 
 def _read_off(nodes: Nodes, epsilons: Array, deltas: Array) -> Nodes:
-    """The losses of the smaller of two profiles, of the greatest convex function below both: the
-    one that ``nodes`` have, and ``deltas`` at ``epsilons``.
+    """Losses with a profile below two others: that of ``nodes``, and ``deltas`` at ``epsilons``. It
+    is the greatest function below both that is convex in exp(epsilon).
     """
     largest = float(nodes.losses.max())
     if largest > _LARGEST_EXPONENT:
@@ -405,7 +403,7 @@ def _read_off(nodes: Nodes, epsilons: Array, deltas: Array) -> Nodes:
     kept = _lower_hull(np.exp(at), found)
     ratio, delta = np.exp(at[kept]), found[kept]
     slopes = np.append(np.diff(delta) / np.diff(ratio), 0.0)
-    without = np.maximum(np.diff(slopes), 0.0)  # masses of the other law at each loss above 0
+    without = np.maximum(np.diff(slopes), 0.0)  # masses under Q at each loss above 0
     middle = max(1 + 2 * float(slopes[0]) - float(delta[0]), 0.0)
     loss = at[kept][1:]
     return Nodes(
@@ -418,7 +416,7 @@ def _profile(nodes: Nodes, epsilons: Array) -> Array:
     order = np.argsort(nodes.losses)
     losses, masses = nodes.losses[order], nodes.masses[order]
     above = np.cumsum(masses[::-1])[::-1]
-    # in units of exp(-loss), which no large loss takes beyond floats
+    # exp(-loss) does not overflow for large losses
     other = np.cumsum((masses * np.exp(-losses))[::-1])[::-1]
     place = np.minimum(np.searchsorted(losses, epsilons), len(losses) - 1)
     found = np.maximum(above[place] - np.exp(epsilons) * other[place], 0.0)
@@ -443,8 +441,8 @@ def _lower_hull(x: Array, y: Array) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _log_moments(steps: int, noise: float) -> Array:
-    """log E W^k without the record, k = 0, 1, ...: k! / t^k times the k-th coefficient of (sum of
-    E Y^k x^k / k!)^t.
+    """log E W^k without the record, k = 0, 1, ...: E W^k is k! / t^k times the k-th coefficient of
+    (sum of E Y^k x^k / k!)^t.
     """
     k = np.arange(_MOMENTS + 1)
     factorial = special.gammaln(k + 1)
@@ -463,7 +461,7 @@ def _log_product(a: Array, b: Array) -> Array:
 
 
 def _with_record(pair: Allocated, alpha: Array) -> Array:
-    """D_alpha of an epoch with the record from one without it; moments are log-convex."""
+    """D_alpha of an epoch with the record from one without it, by log-convexity of moments."""
     found = alpha / (2 * pair.noise**2)
     small = alpha <= _MOMENTS
     moments = np.interp(alpha, np.arange(_MOMENTS + 1), _log_moments(pair.steps, pair.noise))
@@ -476,7 +474,7 @@ def _without_record(pair: Allocated, alpha: Array) -> Array:
     s2, order = pair.noise**-2, alpha - 1
     losses, masses = _average(pair.steps, pair.noise, _UNSEEN, _UNSEEN)
     seen = special.logsumexp(np.log(masses) - order[:, None] * losses, axis=1)
-    # by Cauchy and Schwarz, and W >= the geometric mean of the Y
+    # by the inequality of Cauchy and Schwarz, and because W >= the geometric mean of the Y
     unseen = math.log(_UNSEEN) / 2 + (2 * order**2 / pair.steps + order) * s2 / 2
     bound = (np.maximum(np.logaddexp(seen, unseen), 0.0) + _ROUND_OFF * alpha) / order
     return np.minimum(alpha * s2 / 2, bound)
@@ -486,7 +484,7 @@ def _without_record(pair: Allocated, alpha: Array) -> Array:
 def _(pair: Allocated, alpha: Array) -> Array:
     if pair.kind == "directed":
         return np.maximum(_with_record(pair, alpha), _without_record(pair, alpha))
-    # Mironov 2017, Proposition 11, between them noise alone
+    # Mironov 2017, Proposition 11, with pure noise as the distribution in between
     sum_of_both = (alpha - 0.5) / (alpha - 1) * _with_record(pair, 2 * alpha)
     sum_of_both = sum_of_both + _without_record(pair, 2 * alpha - 1)
     return np.asarray(np.minimum(sum_of_both, 2 * alpha / pair.noise**2))

@@ -1,9 +1,9 @@
 """Renyi differential privacy: from releases to one curve, and from the curve to (epsilon, delta).
 
-The curve of a release is that of the pair which dominates it: a Renyi divergence is a positive
-combination of hockey-stick divergences, so it only grows from the release to its pair. Curves add
-up under composition, also when parameters are chosen adaptively, for as long as the sum at one
-order fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
+The curve of a release is that of its dominating pair: a Renyi divergence is a positive combination
+of hockey-stick divergences, so the pair's divergence is not smaller. Curves add up under
+composition. If parameters are chosen adaptively, this holds as long as the sum at one order stays
+below a limit, both fixed in advance (Feldman, Zrnic 2021).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ORDERS: tuple[float, ...] = (
     *range(11, 65),
     *(80, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
 )
-# Quadrature follows the integrand to x = order; beyond this it would cost more than it brings.
+# quadrature extends to x = order; for larger orders it is too slow for its benefit
 _LARGEST_QUADRATURE_ORDER = 256
-_LARGEST_SAMPLED_ORDER = 256  # for Poisson samples of mechanisms other than the Gaussian
-_MOST_VALUES = 2**14  # of discrete Gaussian noise, summed one by one
-_RATIO = 1.005  # between points of the grid to which many different releases are rounded
-_MOST_EXACT = 20_000  # different releases that are composed without rounding
-_STRIDE = 16  # between the orders that are tried first; a power of 2
-_MARGIN = 1e-9  # relative error of the quadrature, by far
+_LARGEST_SAMPLED_ORDER = 256  # for Poisson samples of other mechanisms than the Gaussian
+_MOST_VALUES = 2**14  # values of discrete Gaussian noise in a sum
+_RATIO = 1.005  # ratio of the grid to which many different releases are rounded
+_MOST_EXACT = 20_000  # up to so many different releases are composed without rounding
+_STRIDE = 16  # distance of the orders that are tried first; a power of 2
+_MARGIN = 1e-9  # a generous bound on the relative error of the quadrature
 
 # --- of one release -------------------------------------------------------------------------------
 
 
 def log_sum(logs: Array) -> float:
-    """log of the sum of exp(logs). SciPy's takes a millisecond."""
+    """log of the sum of exp(logs); SciPy's function takes a millisecond."""
     largest = int(np.argmax(logs))
     if not math.isfinite(logs[largest]):
         return float(logs[largest])
@@ -49,7 +49,7 @@ def log_sum(logs: Array) -> float:
 @singledispatch
 def divergences(pair: Pair, alpha: Array) -> Array:
     """The Renyi divergence of one release at the orders ``alpha``, in the worse direction; infinite
-    where nothing is known. A new kind of pair registers its own.
+    if no bound is known. A new kind of pair registers its own function.
     """
     return np.full(len(alpha), math.inf)
 
@@ -87,7 +87,7 @@ def _(pair: pairs.Laplace | pairs.FewLosses | pairs.Amplified, alpha: Array) -> 
 
 
 def _log_moments(pair: Pair, alpha: Array) -> Array:
-    """log E exp((alpha - 1) L) in the worse direction, from the nodes of all losses."""
+    """log E exp((alpha - 1) L) in the worse direction, from quadrature nodes."""
     try:
         losses, masses, _ = loss_nodes(pair, 0.0)
     except OverflowError:
@@ -102,9 +102,9 @@ def _log_moments(pair: Pair, alpha: Array) -> Array:
 
 
 def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
-    """The Renyi divergence of a bounded loss, with a margin for the round-off of tiny losses. It is
-    at most alpha e^2 / 2 for a loss within [-e, e] (Bun, Steinke 2016, Proposition 3.3), and at
-    most e, also if moments overflow.
+    """The Renyi divergence of a loss in [-e, e], with a margin for the round-off of tiny losses. It
+    is at most alpha e^2 / 2 (Bun, Steinke 2016, Proposition 3.3) and at most e, even if moments
+    overflow.
     """
     margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
     found = np.fmin((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2)
@@ -115,7 +115,7 @@ def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
 def _(pair: pairs.DiscreteGaussian, alpha: Array) -> Array:
     # With S(c) = sum over x of exp(-(x - c)^2 / (2 s^2)), of period 1, the divergence is alpha m^2
     # / (2 s^2) + log(S(alpha m) / S(0)) / (alpha - 1) <= the first term (Canonne, Kamath, Steinke
-    # 2020, Proposition 5). From s = 2 on the second one is below 1e-30.
+    # 2020, Proposition 5). For s >= 2 the second term is below 1e-30.
     std, move = pair.std, pair.move
     whole = alpha * move**2 / (2 * std**2)
     if std >= 2:
@@ -159,8 +159,8 @@ _WHOLE = np.arange(2.0, _LARGEST_SAMPLED_ORDER + 1)
 
 
 def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
-    """The curve of a Poisson sample of a release whose divergences at whole orders from 2 on are
-    ``once``: Zhu, Wang 2019, Theorem 5, at the next whole order.
+    """The curve of a Poisson sample of a release, from its divergences ``once`` at the orders 2, 3,
+    …: Zhu, Wang 2019, Theorem 5, at the next whole order.
     """
     found = np.full(len(alpha), math.inf)
     for i, order in enumerate(np.ceil(np.maximum(alpha, 2.0)).astype(int).tolist()):
@@ -180,7 +180,7 @@ def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
 
 @divergences.register
 def _(pair: pairs.GaussianMixture, alpha: Array) -> Array:
-    # an upper bound: that of a release which also tells which Gaussian was drawn
+    # an upper bound: the curve of a release that also shows which Gaussian was drawn
     stay = math.log(max(1 - math.fsum(pair.chances), 1e-300))
     terms = [np.full(len(alpha), stay)]
     for move, chance in zip(pair.moves, pair.chances, strict=True):
@@ -196,8 +196,7 @@ def _(pair: pairs.Mixed, alpha: Array) -> Array:
 
 @divergences.register
 def _(pair: pairs.Sampled, alpha: Array) -> Array:
-    # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute margin
-    # as well.
+    # for tiny losses the logarithm of a sum near 1 loses digits: also add an absolute margin
     found = np.array([_sampled(pair, order) for order in alpha.tolist()])
     return found * (1 + _MARGIN) + 2e-15 * (1 + alpha) / (alpha - 1)
 
@@ -209,15 +208,15 @@ def _sampled(pair: pairs.Sampled, order: float) -> float:
     if order > _LARGEST_QUADRATURE_ORDER:
         return math.inf
     start = 0.5 if pair.kind == "symmetric" else -12 * z
-    # Right of the centre the log ratio grows at most as x / z^2 per order; for the antipodal pair
-    # twice that.
+    # right of the centre the log ratio grows at most by x / z^2 per order, for the antipodal pair
+    # by twice that
     end = (2 if pair.kind == "antipodal" else 1) * order + 12 * z
     edges = np.linspace(start, end, 2 + int((end - start) / (0.1 * z * min(1.0, 2 * z))))
     x, weight = pieces(edges, 5)
     base = np.log(weight) - x**2 / (2 * z**2) - math.log(z * math.sqrt(2 * math.pi))
     up = log_mixture(x, q, z)
     if pair.kind == "directed":
-        # the removed record's is the larger one (Mironov, Talwar, Zhang 2019, Theorem 5)
+        # the direction of a removed record is worse (Mironov, Talwar, Zhang 2019, Theorem 5)
         terms = base + order * up
     elif pair.kind == "antipodal":
         terms = base + order * up - (order - 1) * log_mixture(-x, q, z)
@@ -267,11 +266,11 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
     total = np.zeros(len(orders))
     for pair, count in pairs.grouped(pairs.merge(counts), _RATIO, upper=True).items():
         total = total + count * _curve(pair, tuple(orders))
-    return np.where(np.isnan(total), math.inf, total)  # nan: beyond floats, so no bound
+    return np.where(np.isnan(total), math.inf, total)  # nan: overflow, so no bound
 
 
 def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
-    """The divergence at each order up to which (epsilon, delta) is kept: Canonne, Kamath, Steinke
+    """The largest divergence at each order that implies (epsilon, delta): Canonne, Kamath, Steinke
     2020, Proposition 12.
     """
     alpha = np.asarray(orders, dtype=np.float64)
@@ -295,7 +294,7 @@ def epsilon(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) ->
 
 
 def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
-    """Index of the order that decides :func:`epsilon`."""
+    """Index of the best order in :func:`epsilon`."""
     return int(np.argmin(_epsilons(of_orders, delta, orders)))
 
 
@@ -307,8 +306,8 @@ def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) ->
 def _least(
     counts: Mapping[Pair, int], at_orders: Callable[[Array, Sequence[float]], Array]
 ) -> float:
-    """The least of ``at_orders(curve, orders)`` over orders, each of which gives a bound. Of many
-    different releases the best order is searched for; of very many, close ones are grouped first.
+    """The smallest of the bounds ``at_orders(curve, orders)``. For many different releases it
+    searches for the best order; for very many, similar releases are grouped first.
     """
     levels = pairs.merge(counts)
     if not pairs.EXACT_LEVELS < len(levels) <= _MOST_EXACT:
@@ -329,7 +328,7 @@ def _least(
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    """Epsilon at ``delta`` of releases that were fixed in advance."""
+    """An upper bound on epsilon at ``delta``, for releases that were fixed in advance."""
 
     def bound(others: Mapping[Pair, int], left: float) -> float:
         return max(0.0, _least(others, lambda found, at: _epsilons(found, left, at)))
@@ -338,7 +337,7 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
-    """Delta at ``epsilon``, likewise."""
+    """An upper bound on delta at ``epsilon``, likewise."""
 
     def bound(others: Mapping[Pair, int], largest: float) -> float:
         return math.exp(min(0.0, _least(others, lambda r, at: _log_deltas(r, largest, at))))

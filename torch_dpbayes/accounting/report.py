@@ -1,4 +1,4 @@
-"""Show an accountant as text, as a bar, and as a picture."""
+"""Show an accountant as text, as a bar, and as a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .risk import Risk
 if TYPE_CHECKING:
     from .accountant import PrivacyAccountant
 
-_DELTA = 1e-5  # where there is no budget to take it from
+_DELTA = 1e-5  # without a budget
 
 
 def delta_of(accountant: PrivacyAccountant) -> float:
@@ -29,7 +29,7 @@ def delta_of(accountant: PrivacyAccountant) -> float:
 def summary(
     history: History, bounds: tuple[float, float], delta: float, notes: Iterable[str], risk: Risk
 ) -> str:
-    """The text of ``PrivacyAccountant.summary``; ``bounds`` are those on epsilon at ``delta``."""
+    """The text of ``PrivacyAccountant.summary``; ``bounds``: lower and upper, on epsilon."""
     (lower, upper), settings = bounds, history.settings
     budget = "none"
     if settings.budget is not None:
@@ -67,8 +67,8 @@ def guarantee_in_words(history: History, delta: float) -> str:
     """The condition under which epsilon is a bound, in words."""
     if history.guarantee == "none":
         return (
-            "none for jobs that began after others had charged: a filter needs a budget. If all"
-            " parameters were fixed before the first release, epsilon <="
+            "none: a job began after another one had charged, and the filter that this requires"
+            " needs a budget. If all parameters were fixed before the first release, epsilon <="
             f" {history.fixed_epsilon(delta):.5g} at delta = {delta:g}"
         )
     if history.filter is None:
@@ -82,8 +82,8 @@ def guarantee_in_words(history: History, delta: float) -> str:
     )
     if not history.declared:
         text += (
-            "; in force since a second job began: if outputs decided whether there would be"
-            f" one, the guarantee is delta = {2 * (history.settings.delta or 0):g}"
+            "; in force since a second job began: if outputs decided whether to start it,"
+            f" the guarantee holds at delta = {2 * (history.settings.delta or 0):g}"
         )
     return text
 
@@ -94,8 +94,8 @@ def by_labels(
     """For each label its share of the cost and its number of releases, from (event, count, label,
     ...).
 
-    The cost that adds up is the Renyi divergence at the order which decides epsilon at ``delta``,
-    without failures; the share is ``None`` if something was released without noise.
+    Shares are of the Renyi divergence, which adds up over releases, at the order that decides
+    epsilon at ``delta``. They leave out failures, and are ``None`` if a release has no noise.
     """
     labels: dict[str | None, dict[Pair, int]] = {}
     total: dict[Pair, int] = {}
@@ -120,10 +120,10 @@ def by_labels(
 
 
 def _spent(accountant: PrivacyAccountant) -> float:
-    """Epsilon of what the accountant holds; NaN where its ledger cannot be read."""
+    """Epsilon of all charges; NaN if the ledger cannot be read."""
     try:
         return accountant.get_epsilon(delta_of(accountant))
-    except Exception:  # a repr never fails
+    except Exception:  # a repr must not raise
         return math.nan
 
 
@@ -134,7 +134,7 @@ def spent_in_words(accountant: PrivacyAccountant) -> str:
 
 
 def bar(accountant: PrivacyAccountant) -> str:
-    """Epsilon as a bar of HTML where there is a budget; nothing elsewhere."""
+    """Epsilon as an HTML bar; an empty text without a budget."""
     if accountant.epsilon is None or not math.isfinite(epsilon := _spent(accountant)):
         return ""
     share = min(1.0, epsilon / accountant.epsilon)
@@ -148,7 +148,7 @@ def bar(accountant: PrivacyAccountant) -> str:
 
 
 def draw(risk: Risk, axes: Any = None) -> Any:
-    """True- against false-positive rates of the best attack, on logarithmic axes."""
+    """Plot true- against false-positive rates of the best attack, on logarithmic axes."""
     if axes is None:
         from matplotlib import pyplot
 

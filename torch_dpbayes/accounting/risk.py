@@ -1,13 +1,14 @@
-"""Bound what an attacker can learn about a user: the meaning of epsilon.
+"""Bounds on what an attacker can learn about a user: the meaning of epsilon.
 
-The attacker knows everything but whether the user took part (under replace-one: which of two
-records was theirs), sees all that was released, and decides. Everything here is read off the
-trade-off curve: the largest true-positive rate of an attack at each false-positive rate.
+The attacker knows everything except whether the user is in the data (under replace-one: which of
+two records the user has), sees all releases, and decides. All bounds follow from the trade-off
+curve: the largest true-positive rate of an attack at each false-positive rate.
 
-*From privacy profiles.* If P(S) <= e^epsilon Q(S) + delta for every S, then a test that rejects Q
-on S has true-positive rate P(S) at most e^epsilon times its false-positive rate Q(S), plus delta;
-and with P and Q exchanged, for the complement of S, at most 1 - e^-epsilon (1 - Q(S) - delta'). The
-curve is the lower envelope of such lines. Leaving lines out only raises it.
+*From privacy profiles.* Let P(S) <= e^epsilon Q(S) + delta for every S. Then a test that rejects Q
+on S has a true-positive rate P(S) of at most e^epsilon times its false-positive rate Q(S), plus
+delta. With P and Q exchanged, the same for the complement of S gives
+P(S) <= 1 - e^-epsilon (1 - Q(S) - delta'). The curve is the lower envelope of such lines. Fewer
+lines give a higher curve, which is still a bound.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from .privacy_loss import apart, failing, largest_sum, loss_nodes
 if TYPE_CHECKING:
     from .history import History
 
-_ROUND_OFF = 1e-12  # relative, of what is computed of a curve; by far
-_PROFILE_ROUND_OFF = 1e-10  # relative, of closed forms
-_LARGEST_LOSS = 700.0  # whose exponential is a float
+_ROUND_OFF = 1e-12  # a generous bound on the relative error of numbers computed from a curve
+_PROFILE_ROUND_OFF = 1e-10  # relative error of closed forms
+_LARGEST_LOSS = 700.0  # exp() of larger numbers overflows
 _LARGEST_EXPONENT = 600.0
-_LEAST_SLACK = 1e-9  # down to which mu is told apart
-_POINTS = 700  # epsilons of a profile, evenly spaced, and as many towards 0
-SMALLEST = 1e-36  # delta up to which they reach
-# delta that compositions are tuned for, beside the advantage
+_LEAST_SLACK = 1e-9  # smallest delta for mu
+_POINTS = 700  # evenly spaced epsilons of a profile; as many more are dense near 0
+SMALLEST = 1e-36  # a profile reaches to the epsilon of this delta
+# compositions are tuned for these values of delta, and for the advantage
 _DELTAS = (1e-3, 1e-8, 1e-16, 1e-30)
-_MOST_LOSSES = 2**18  # on the grid, of one release
+_MOST_LOSSES = 2**18  # grid points for one release
 
 # --- trade-off curves -----------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class Profile:
     deltas: Array
 
     def ending(self, largest: float) -> Profile:
-        """The same, where the loss never passes ``largest``."""
+        """This profile, if the loss is never above ``largest``."""
         if largest == math.inf:
             return self
         return Profile(np.append(self.epsilons, largest), np.append(self.deltas, 0.0))
@@ -63,7 +64,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class TradeOff:
-    """A concave, piecewise linear upper bound: between the vertices
+    """A concave, piecewise linear upper bound on the trade-off curve, with the vertices
     ``(false_positive_rates[i], true_positive_rates[i])``, from rate 0 to rate 1.
     """
 
@@ -72,11 +73,11 @@ class TradeOff:
 
     @classmethod
     def of_profiles(cls, forward: Profile, backward: Profile) -> TradeOff:
-        """The curve of tests of Q against P, from the profile of (P, Q) and that of (Q, P)."""
+        """The curve of tests of Q against P, from the profiles of (P, Q) and of (Q, P)."""
         near = forward.epsilons <= _LARGEST_LOSS
         back = backward.epsilons <= _LARGEST_LOSS
         small = np.exp(-backward.epsilons[back])
-        # the exponential of a tiny loss, rounded, would say that there is none
+        # rounded up: the exponential of a tiny loss could be rounded to 1
         steep = np.nextafter(np.exp(forward.epsilons[near]), np.inf)
         slopes = np.concatenate([steep, small, [0.0]])
         forwards = np.clip(forward.deltas[near], 0.0, 1.0)
@@ -88,39 +89,39 @@ class TradeOff:
 
     @property
     def vertices(self) -> tuple[Array, Array]:
-        """Both rates."""
+        """The false-positive and the true-positive rates of the vertices."""
         return self.false_positive_rates, self.true_positive_rates
 
     def __call__(self, false_positive_rate: Array | float) -> Array:
-        """The true-positive rate at most, at false-positive rates in [0, 1]."""
+        """Upper bounds on the true-positive rate, at false-positive rates in [0, 1]."""
         found = np.interp(false_positive_rate, self.false_positive_rates, self.true_positive_rates)
         return np.minimum(found * (1 + _ROUND_OFF), 1.0)
 
     @property
     def advantage(self) -> float:
-        """The largest difference of the two rates."""
+        """The largest difference of true-positive and false-positive rate."""
         return float(np.clip(np.max(self.true_positive_rates - self.false_positive_rates), 0, 1))
 
     def best_guess(self, prior: float) -> float:
-        """The probability with which the best attack is right, if P has probability ``prior``."""
+        """The probability that the best attack is right, if P has probability ``prior``."""
         right = prior * self.true_positive_rates + (1 - prior) * (1 - self.false_positive_rates)
         return float(min(np.max(right) * (1 + _ROUND_OFF), 1.0))
 
     def mu(self, slack: float) -> float:
-        """The least mu of a Gaussian whose true-positive rate plus ``slack`` is nowhere passed."""
+        """The least mu of a Gaussian whose curve, raised by ``slack``, is above this curve."""
         slack = max(slack, _LEAST_SLACK)
         above = self.true_positive_rates > slack
         rates, powers = self.false_positive_rates[above], self.true_positive_rates[above] - slack
         if not len(rates) or rates[0] <= 0:
             return math.inf if len(rates) else 0.0
-        # A line between two points of the curve stays below a concave function that is above both.
+        # checking the vertices suffices: between them this curve is linear, the Gaussian's concave
         with np.errstate(invalid="ignore"):
             mus = special.ndtri(powers) - special.ndtri(rates)
         return max(float(np.nanmax(mus)) * (1 + 1e-9), 0.0)
 
 
 def _envelope(slopes: list[float], intercepts: list[float]) -> tuple[Array, Array]:
-    """Vertices of the minimum of lines on [0, 1], which are sorted by falling slope."""
+    """Vertices of the minimum of lines on [0, 1]. The lines are sorted by falling slope."""
     kept: list[int] = []
 
     def meet(first: int, second: int) -> float:
@@ -129,7 +130,7 @@ def _envelope(slopes: list[float], intercepts: list[float]) -> tuple[Array, Arra
 
     for i in range(len(slopes)):
         if kept and intercepts[i] <= intercepts[kept[-1]]:
-            # nowhere above the earlier ones that start higher
+            # this line is nowhere above earlier lines with a higher intercept
             while kept and intercepts[i] <= intercepts[kept[-1]]:
                 kept.pop()
         elif kept and slopes[i] == slopes[kept[-1]]:
@@ -143,14 +144,14 @@ def _envelope(slopes: list[float], intercepts: list[float]) -> tuple[Array, Arra
         if rate >= 1.0:
             break
         rates.append(rate)
-        # the larger of the two, so that what lies between two vertices is above the line there
+        # the larger value, so that between two vertices the curve is not below the line
         at = (intercepts[i] + slopes[i] * rate for i in (first, second))
         powers.append(max(at) * (1 + _ROUND_OFF))
     return np.array([*rates, 1.0]), np.minimum([*powers, 1.0], 1.0)
 
 
 def trade_offs(forward: Profile, backward: Profile) -> tuple[TradeOff, ...]:
-    """The curves of the attack that has to reject "without the record", and "with" it."""
+    """The curves of two attacks: one accuses "with the record", the other one "without"."""
     there = TradeOff.of_profiles(forward, backward)
     return (there,) if forward is backward else (there, TradeOff.of_profiles(backward, forward))
 
@@ -170,20 +171,20 @@ def points(largest: float, number: int = _POINTS) -> Array:
 
 
 def of_function(delta: Callable[[float], float], largest: float) -> Profile:
-    """The profile of which ``delta`` is known at every epsilon."""
+    """The profile of a function from epsilon to delta."""
     at = points(min(largest, _LARGEST_LOSS))
     return Profile(at, np.array([delta(epsilon) for epsilon in at.tolist()]))
 
 
 def _certain() -> Profile:
-    """The profile of what reveals everything."""
+    """The profile of a release that reveals everything."""
     return Profile(np.zeros(1), np.ones(1))
 
 
 @lru_cache(maxsize=16)
 def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profile, Profile]:
-    """Bounds on the hockey-stick divergences of a composition that was fixed in advance: of (P, Q),
-    where a record was removed, and of (Q, P).
+    """Bounds on the hockey-stick divergences of a composition that was fixed in advance: of (P, Q)
+    for a removed record, and of (Q, P).
     """
     failures, others = apart(dict(counts))
     if NonPrivate() in others:
@@ -225,14 +226,14 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
 
 
 def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
-    """A composition is accurate near the delta for which its tilt was chosen: the smallest bound of
-    a few is taken at each epsilon.
+    """A composition is accurate only near the delta for which its tilt was chosen. So at each
+    epsilon this takes the smallest bound of several compositions.
     """
     finest = max(float(np.ptp(loss_nodes(pair, 1e-20).losses)) for pair in levels) / _MOST_LOSSES
     options: dict[str, Any] = {"is_pilot": True, "finest": finest}
     found = [compose(levels, reverse, delta=delta, **options) for delta in _DELTAS]
     found.append(compose(levels, reverse, epsilon=0.0, **options))
-    # of very small losses the bounds do not reach the smallest delta: then to one that they reach
+    # for very small losses the bounds may stay above the smallest delta: then take a larger one
     ends = (
         min(composition.upper_epsilon(target) for composition in found)
         for target in (SMALLEST, *reversed(_DELTAS))
@@ -248,21 +249,21 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
 class Risk:
     """Upper bounds on what an attacker learns about one user; ``print`` it.
 
-    "With" means that the user took part, "without" that the user did not; under replace-one
-    "without" has another record instead. Every number holds for both accusations.
+    An attack accuses "with" (the user is in the data) or "without" (the user is not; under
+    replace-one the data contain another record instead). Every number holds for both.
 
     Attributes:
         advantage: the largest difference of true- and false-positive rate: delta at epsilon = 0.
-        false_positive_rate: how often the attack accuses wrongly, as requested.
-        true_positive_rate: how often it then accuses rightly, at most.
-        prior: the attacker's probability before the release, as requested.
+        false_positive_rate: the probability of a wrong accusation, as passed.
+        true_positive_rate: an upper bound on the probability of a right accusation.
+        prior: the attacker's probability before the release, as passed.
         posterior: the largest probability that an accusation by this attack is right.
-        posterior_odds: the same as odds.
-        best_guess: the largest probability that the best decision for this prior is right; without
-            any release it is ``max(prior, 1 - prior)``.
-        epsilon: at ``delta``.
+        posterior_odds: the posterior as odds.
+        best_guess: the probability that the best decision for this prior is right; without any
+            release it is ``max(prior, 1 - prior)``.
+        epsilon: the epsilon at ``delta``.
         delta: the delta of ``epsilon`` and ``gdp_mu``.
-        gdp_mu: mu-Gaussian differential privacy, up to ``delta`` (at least 1e-9): every
+        gdp_mu: mu of Gaussian differential privacy, up to ``delta`` (at least 1e-9): every
             true-positive rate is at most ``delta`` above that for a Gaussian of mean ``mu``.
         neighboring: the relation.
         curves: the trade-off curves of both attacks, for all false-positive rates.
@@ -283,7 +284,7 @@ class Risk:
     curves: tuple[TradeOff, ...]
 
     def true_positive_rates(self, false_positive_rates: Any) -> Array:
-        """The largest true-positive rates of either attack at these false-positive rates."""
+        """The larger true-positive rate of the two attacks, at each false-positive rate."""
         return highest(self.curves, np.asarray(false_positive_rates, dtype=np.float64))
 
     def as_dict(self) -> dict[str, Any]:
@@ -336,7 +337,7 @@ def assess(history: History, *, prior: float, false_positive_rate: float, delta:
 
 
 def curves_of(history: History) -> tuple[TradeOff, ...]:
-    """The trade-off curves of a history, under the guarantee that it has."""
+    """The trade-off curves of a history, under its guarantee."""
     if not history.counts:
         return trade_offs(*profiles(frozenset(), "pld"))
     if history.guarantee == "none":

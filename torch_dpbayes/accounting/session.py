@@ -1,14 +1,14 @@
-"""One process at one ledger: the job that it belongs to, and the releases that it has reserved; and
-how threads, forks and signal handlers take turns at a history.
+"""The view of one process on a ledger: its job and its reserved releases; and mutual exclusion of
+threads, forks and signal handlers that use a history.
 
-A process charges in blocks. It reads what is new, decides outside of any transaction whether a
-block of releases fits, and commits the block if the file is still what it decided on; else it
-decides again. Releases are then taken out of the block in memory: so whatever was released was on
-disk before. A process that ends returns the rest.
+A process charges in blocks. It reads new rows, decides outside of any transaction whether a block
+of releases fits, and commits the block if the file has not changed since; otherwise it decides
+again. Then it takes releases from the block in memory, so each release was on disk before it was
+made. When the process ends, it returns the rest of the block.
 
-A job is a process that opened the file, with the processes that its accountant was forked or sent
-to. What any other process charges to a file that holds charges may depend on outputs: it is a later
-job.
+A job is a process that opened the file, together with the processes to which its accountant was
+forked or sent. Any other process that opens a file with charges is a later job: its charges may
+depend on outputs.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from .history import (
 from .ledger import LOCK, Ledger, LedgerError, Row, open_blocks
 
 BLOCK = 64  # a process reserves at most so many releases, or half of those it has made
-SHARE = 8  # a block takes at most 1/SHARE of what still fits
-_LOWERED = 1.05  # if the noise falls, a block is reserved for noise so many times smaller
+SHARE = 8  # a block reserves at most 1/SHARE of the releases that still fit
+_LOWERED = 1.05  # if the noise falls, a block is reserved for noise that is smaller by this factor
 
 _IN_THE_MIDDLE = (
     "a signal handler called this accountant during a charge: let the handler raise SystemExit or"
     " KeyboardInterrupt instead; reserved steps are returned."
 )
-# Whether a charge is being made. The lock does not tell: a handler in the same thread gets it.
+# whether a charge is in progress; the lock does not show it to a handler in the same thread
 _is_busy = False
 
 
 T = TypeVar("T")
 _log = logging.getLogger("torch_dpbayes")
 
-# For each file its job, and whether that is a later job. If a process opens a file again, as a
-# notebook's cell does that runs twice, it goes on with the same job.
+# For each file the job of this process, and whether it is a later job. If a process opens a file
+# again (a notebook cell that runs twice), it continues the same job.
 jobs_of_this_process: dict[str, tuple[str, bool]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=jobs_of_this_process.clear)
 
 
 class Session(History):
-    """One process at one ledger, of a ``job`` that is new if empty; ``later``: the ledger held
-    charges already when it began.
+    """The view of one process on a ledger. ``job``: empty for a new job; ``later``: the ledger held
+    charges when the job began.
     """
 
     def __init__(self, ledger: Ledger, job: str = "", later: bool = False) -> None:
@@ -74,7 +74,7 @@ class Session(History):
         self.ledger, self.path, self.later = ledger, ledger.path, later
         self.blocks: list[Block] = []
         self._writer = f"{uuid.uuid4().hex} pid {self.process[0]} on {platform.node()}"
-        self._made: Counter[type] = Counter()  # releases, by type of pair
+        self._made: Counter[type] = Counter()  # number of releases by type of pair
         self._cost_was_told = False
         self.refresh()
         if not job:
@@ -88,8 +88,8 @@ class Session(History):
         return session
 
     def begun_anew(self) -> Session:
-        """A session of the same job that knows only what the file says."""
-        # a signal's handler may do so in the middle of a reading, whose ledger stays as it is
+        """A new session of the same job, with only the contents of the file."""
+        # a signal handler may do this during a reading, which must keep its own ledger object
         self.ledger = Ledger(self.ledger.path, {"id": self.ledger.id})
         self.settle(in_doubt=True)
         return Session(self.ledger, self.job, self.later)
@@ -100,7 +100,7 @@ class Session(History):
         """Records a charge in the file, or raises before anything is recorded."""
         flag = self.flag(adaptive)
         if not self.later:
-            # refuses where a filter cannot begin, whatever open blocks would cover
+            # raises if a filter cannot start, even if open blocks cover the charge
             self.budget_for(parts, flag)
         while (found := self._cover(parts)) is None:
             self._reserve(parts, label, flag)
@@ -109,7 +109,7 @@ class Session(History):
             self.taken(block, part, label, flag)
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
-        """These releases were taken out of a block."""
+        """Note that these releases were taken from a block."""
         assert block is not None
         self._made[type(part.pair)] += part.times
         block.last_use = self._made.total()
@@ -118,7 +118,7 @@ class Session(History):
         self.keep(part.pair, key, part.times)
 
     def block_for(self, pair: Pair, taken: Mapping[Block, int] | None = None) -> Block | None:
-        """An open block, rather its own, with something left for ``pair`` beside what is taken."""
+        """An open block with releases left for ``pair`` besides ``taken``, if possible its own."""
         found = None
         for block in self.blocks:
             if block.open and block.left > (taken or {}).get(block, 0):
@@ -129,7 +129,7 @@ class Session(History):
         return found
 
     def _cover(self, parts: Iterable[Part]) -> list[tuple[Block, Part]] | None:
-        """The blocks that cover ``parts``, and how much of each; ``None`` if the blocks do not
+        """The blocks that cover ``parts``, with the part for each block; ``None`` if they do not
         suffice.
         """
         found: list[tuple[Block, Part]] = []
@@ -149,11 +149,11 @@ class Session(History):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The part of a saved state that identifies its file and how far this was read."""
+        """The part of a saved state that identifies its file and the last row read."""
         return {"ledger": self.ledger.id, "place": self.ledger.place}
 
     def refresh(self) -> None:
-        """Takes in what other processes charged."""
+        """Reads the charges of other processes."""
         for row in self.ledger.read():
             if row.writer == self._writer:
                 continue
@@ -167,7 +167,7 @@ class Session(History):
     def _reserve(self, parts: list[Part], label: str | None, flag: Flag) -> None:
         """Opens blocks that cover ``parts``, or raises."""
         numbers = None
-        while numbers is None:  # else another process charged in between
+        while numbers is None:  # None after a try: another process charged in between
             self.refresh()
             begins = not self.is_adaptive
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
@@ -182,14 +182,14 @@ class Session(History):
             self._tell_cost(needed(parts), begins)
 
     def _is_finished(self, block: Block, parts: Collection[Part]) -> bool:
-        """Used up, or left behind: noise fell below what the block covers, or it lies idle."""
+        """Whether a block is empty, idle, or no longer of use because the noise fell."""
         is_idle = self._made.total() - block.last_use >= BLOCK
         return block.left == 0 or is_idle or _fell_below(block, parts)
 
     def _wanted(
         self, parts: list[Part], label: str | None, flag: Flag, finished: list[Block]
     ) -> list[Row]:
-        """Blocks for ``parts``. May add to ``finished`` what has to be given back."""
+        """Rows of blocks for ``parts``. May add blocks that must be returned to ``finished``."""
         budget, size, kinds = self.budget_for(parts, flag), self._size(parts, finished), [parts]
         if any(block.left and _fell_below(block, parts) for block in finished):
             lower = [(events.lowered(part.event, _LOWERED), part.times) for part in parts]
@@ -214,8 +214,8 @@ class Session(History):
             finished += others
 
     def _size(self, parts: list[Part], finished: Collection[Block]) -> int:
-        """How many times ``parts`` the next block should hold: the first one of a kind once, one
-        beside others half of what they leave.
+        """How many times ``parts`` the next block should contain: once for the first block of a
+        kind, and at most half of the rest that other blocks leave.
         """
         made = self._made[type(parts[0].pair)]
         releases = max(BLOCK, made // 2) if made else 1
@@ -225,7 +225,7 @@ class Session(History):
         return max(min(releases, free) // sum(part.times for part in parts), 1)
 
     def _tell_cost(self, need: Mapping[Pair, int], begins: bool) -> None:
-        """Says what it costs that this is a later job."""
+        """Logs a warning on the cost of being a later job."""
         budget, left, in_one, advice = self.settings.budget, self.remaining(need), "", ""
         if budget is None:
             why = "had charges before this job and has no budget: epsilon is infinite."
@@ -236,7 +236,7 @@ class Session(History):
             in_one = f" ({whole.max_count(self.counts, need) - 1} in the first job)"
             advice = " To avoid this use one job, or adaptive=True from the start."
         _log.warning(
-            "%s held charges before this job, so it is a filter now: epsilon is the whole"
+            "%s held charges before this job, so a filter is in force: epsilon is the whole"
             " budget, %g at delta = %g. About %s more such releases fit%s.%s",
             *(self.path, *budget, max((left or 0) - 1, 0), in_one, advice),
         )
@@ -252,10 +252,10 @@ class Session(History):
         return Block(row.seq, row.key, self.pair(row.key.event), row.count)
 
     def settle(self, in_doubt: bool = False) -> None:
-        """Returns what the open blocks did not use."""
+        """Returns the unused releases of open blocks."""
         if this_process() != self.process:
             return  # the blocks are the parent's
-        if in_doubt:  # a commit may have been interrupted: there may be blocks that nobody used
+        if in_doubt:  # after an interrupted commit the file may have blocks not known in memory
             known = {block.seq for block in self.blocks}
             rows = Ledger(self.ledger.path, {"id": self.ledger.id}).read()
             found = open_blocks(row for row in rows if row.writer == self._writer)
@@ -265,7 +265,7 @@ class Session(History):
             try:
                 self._append(_settlement(block), if_unchanged=False)
             except LedgerError as error:
-                # settled before, by a commit that seemed to fail
+                # the block was returned before, by a commit that seemed to fail
                 if not isinstance(error.__cause__, sqlite3.IntegrityError):
                     raise
             self.blocks.remove(block)
@@ -273,7 +273,7 @@ class Session(History):
     # --- noting and loading -----------------------------------------------------------------------
 
     def note(self, statement: str) -> None:
-        """Keeps a statement for all jobs, unless it is there already."""
+        """Stores a statement once, for all jobs."""
         self.refresh()
         while statement not in self._notes:
             if self._append([Row("note", statement, None, 0, "fixed")]) is not None:
@@ -281,7 +281,7 @@ class Session(History):
             self.refresh()
 
     def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
-        """Loads a saved state into an empty file, or sees that this file holds its own."""
+        """Loads a saved state into an empty file, or checks that this file contains its own."""
         self.refresh()
         if state["ledger"] != self.ledger.id:
             super().take_over(state, charges)
@@ -300,13 +300,13 @@ class Session(History):
         ]
         if self._append(rows) is None:
             raise ArgumentError(
-                "another process has charged this ledger meanwhile, so it is not empty and"
-                " nothing was loaded. Use a new ledger."
+                "another process has just charged this ledger, so it is not empty and nothing was"
+                " loaded. Use a new ledger."
             )
 
 
 def _settlement(block: Block) -> list[Row]:
-    """The rows that replace a block: its other uses, and the returned rest."""
+    """The rows that replace a block: charges with other keys, and the returned rest."""
     own = block.key
     assert own is not None
     others = {key: count for key, count in block.used.items() if key != own}
@@ -316,7 +316,7 @@ def _settlement(block: Block) -> list[Row]:
 
 
 def _fell_below(block: Block, parts: Iterable[Part]) -> bool:
-    """Whether one of the parts has less noise than the block covers, and otherwise is like it."""
+    """Whether a part is like the block's releases, but has less noise than the block covers."""
     pairs = [part.pair for part in parts]
     return any(covers(pair, block.pair) for pair in pairs) and not any(
         covers(block.pair, pair) for pair in pairs
@@ -327,7 +327,7 @@ def _fell_below(block: Block, parts: Iterable[Part]) -> bool:
 
 
 class _Run(NamedTuple):
-    """A charge that is made again and again, out of a block and without a decision."""
+    """A charge that is repeated, from one block and without a decision."""
 
     event: DpEvent
     part: Part
@@ -338,35 +338,35 @@ class _Run(NamedTuple):
 
 
 class Exclusive:
-    """A history that one caller at a time reads or changes."""
+    """A history that only one caller at a time reads or changes."""
 
     def __init__(self, session: History) -> None:
         self.session = session
         self._run: _Run | None = None
         self._last: DpEvent | None = None
         self._settle_at_exit()
-        # a fork server's worker forgets finalizers after it has unpickled its arguments
+        # a worker of a fork server drops finalizers after it has unpickled its arguments
         util.register_after_fork(self, Exclusive._settle_at_exit)
 
     def _settle_at_exit(self) -> None:
-        """Also in children of multiprocessing; but nothing of another process."""
+        """Settle at exit, also in multiprocessing children, but only for this process' session."""
         if self.session.path is not None and self.session.process == this_process():
             util.Finalize(self, _settle_quietly, (self.session,), exitpriority=100)
 
     def read(self, what: Callable[[History], T]) -> T:
-        """The history, with the latest charges of other processes."""
+        """``what`` of the history with the latest charges of other processes."""
         with LOCK:
             if _is_busy:
                 raise StateError(_IN_THE_MIDDLE)
             while True:
                 session = self._begin()
                 session.refresh()
-                if session is self.session:  # a signal's handler may have begun a new session
+                if session is self.session:  # a signal handler may have started a new session
                     session.stale = False
                     return what(session)
 
     def change(self, change: Callable[[History], T]) -> T:
-        """One change at a time: what a signal handler starts in the middle of one is refused."""
+        """Make one change; a change that a signal handler starts during another one raises."""
         global _is_busy
         with LOCK:
             if _is_busy:
@@ -386,8 +386,8 @@ class Exclusive:
                 _is_busy = False
 
     def _begin(self) -> History:
-        """The session, which is stale until what follows is done: after an interruption and in a
-        forked child it begins anew from the file. (In memory an interruption may count
+        """The session, marked as stale until the caller is done. After an interruption and in a
+        forked child a new session is read from the file. (In memory an interruption may count
         repetitions twice.)
         """
         global _is_busy
@@ -409,7 +409,7 @@ class Exclusive:
         return session
 
     def repeated(self, event: DpEvent, count: int, label: str | None, adaptive: bool) -> bool:
-        """Whether this charge was the last one again, and is recorded now."""
+        """Record a charge that repeats the last one; False if it does not or cannot."""
         run = self._run
         if run is None or type(count) is not int or count != 1 or label != run.label:
             return False
@@ -417,7 +417,7 @@ class Exclusive:
             return False
         with LOCK:
             session, block, process = self.session, run.block, this_process()
-            # No call from here on, so no signal handler: what is checked holds when it is used.
+            # From here on there are no calls, so no signal handler runs: the checks stay valid.
             is_sound = session.process == process and not (session.stale or _is_busy)
             if run is self._run and block.left > 0 and block.open and is_sound:
                 block.left -= 1
@@ -426,7 +426,7 @@ class Exclusive:
         return False
 
     def charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
-        """Records a charge of ``parts``, which ``event`` consists of."""
+        """Records a charge of ``event``, which consists of ``parts``."""
 
         def charged(session: History) -> None:
             if session.process != this_process():
@@ -436,7 +436,7 @@ class Exclusive:
                     " each process an accountant with a share of the budget."
                 )
             session.charge(parts, label, adaptive)
-            # Known events, whose numbers cannot change, are one object each time.
+            # a cached event, whose numbers cannot change, is the same object each time
             first, was, self._last = parts[0], self._last, parts[0].event
             if len(parts) == 1 and first.times == 1 and first.event is was:
                 block = session.block_for(first.pair)
@@ -447,12 +447,12 @@ class Exclusive:
 
 
 def _settle_quietly(session: Session) -> None:
-    """At the end of the program, or of the accountant, where an error could only be printed:
-    what is not returned stays charged.
+    """Settle at the end of the program or of the accountant. Errors are ignored, since nobody can
+    catch them; releases that are not returned stay charged.
     """
     global _is_busy
     with LOCK, suppress(DPBayesError, OSError):
-        if not _is_busy:  # it is, if an accountant is collected in the middle of a charge
+        if not _is_busy:  # busy if garbage collection runs this during a charge
             was_stale, session.stale, _is_busy = session.stale, True, True
             try:
                 session.settle(in_doubt=was_stale)

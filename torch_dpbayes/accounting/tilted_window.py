@@ -1,7 +1,7 @@
-"""Grid, tilt and window of a composition: how tight its result is, not whether it is a bound.
+"""Grid, tilt and window of a composition. They decide only how tight its bounds are.
 
-The tilt is the tangent point of the moment bound on delta; the grid follows from the accuracy that
-is asked for, and the window from where the tilted losses, rounded, have mass (Chernoff).
+The tilt is the tangent point of the moment bound on delta. The grid follows from the requested
+accuracy, and the window from Chernoff bounds on the mass of the tilted, rounded losses.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, loss_nodes
 
 ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
-SMALLEST = 1e-40  # delta, below which an answer may be loose
-LARGEST_WINDOW = 2**22
-# the last ones for losses of billionths
+SMALLEST = 1e-40  # for a smaller delta bounds may be loose
+LARGEST_WINDOW = 2**22  # grid points
+# the largest ones are for losses of about 1e-9
 _TILTS = np.append(np.geomspace(1e-4, 1e6, 104), np.geomspace(3e6, 3e16, 21))
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
-_CUT_TILTS = np.append([0.05, 0.1, 0.2], _WINDOW_TILTS)  # of losses up to a cut: those near it
-_OUTSIDE = 1e-9  # tilted mass that the window may miss, at ordinary tilts
+_CUT_TILTS = np.append([0.05, 0.1, 0.2], _WINDOW_TILTS)  # for losses up to a cut
+_OUTSIDE = 1e-9  # tilted mass that may be outside the window, at ordinary tilts
 _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floats
-# of a step's share of the spread, at which epsilons that are no larger are looked at
+# largest interval at epsilons below the spread of the loss, relative to one step's share of it
 _OF_LOSS = 0.05
-_OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
-_AROUND = 8.0  # up to how many times a pilot's tilt is another one looked for
-_PILOT_EXCESS = 0.5  # of log(delta)
-_CELL = 2e-4  # the largest interval, in epsilon
-_GROWTH = 4  # times a composition for which the window of a growing one is chosen
+_OF_DELTA = 30.0  # largest scale of the interval, times the tilt
+_AROUND = 8.0  # ratio up to which tilts around a pilot's tilt are searched
+_PILOT_EXCESS = 0.5  # target excess of log(delta) in a pilot
+_CELL = 2e-4  # the largest interval, relative to epsilon
+_GROWTH = 4  # the window of a growing composition is for so many times its releases
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
-_MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
-_MIXED_GRID = 5.0  # the same for the grid of many releases, on which most of the time goes
+_MIXED_ACCURACY = 2.0  # factor of the accuracy for mixtures
+_MIXED_GRID = 5.0  # factor of the accuracy for the grid of many releases, which takes most time
 
 
 class _Losses:
@@ -58,7 +58,7 @@ class _Losses:
         return losses, log_masses
 
     def set_mixtures(self, mixed: Mixtures) -> None:
-        """Mixtures, in the place of earlier ones."""
+        """Set the mixtures; they replace earlier ones."""
         self._mixed, self._corners = mixed, [self._of(corner) for corner in mixed.corners]
 
     def cumulants(self, tilts: Array) -> tuple[Array, Array, Array]:
@@ -91,8 +91,8 @@ class _Losses:
         return least, largest
 
     def spread(self) -> float:
-        """About how far from 0 the loss is: the s at which E min((L / s)^2, 1) adds up to a half.
-        Rare losses that are far larger than most hardly raise it.
+        """The typical size of the loss: the s at which E min((L / s)^2, 1) adds up to a half. Rare
+        losses that are far larger than most hardly raise it.
         """
         parts = [(np.abs(losses), n * np.exp(logs)) for losses, logs, n in self._nodes]
         low, high = -700.0, 700.0
@@ -113,7 +113,7 @@ class Window(NamedTuple):
     upper_tilt: float
     lower: float
     upper: float
-    wanted_interval: float  # for the accuracy that was asked for
+    wanted_interval: float  # the interval for the requested accuracy
     near: Near
 
 
@@ -129,9 +129,9 @@ def choose_window(
     grows: bool = False,
     fineness: float = 1.0,
 ) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``; if it ``grows``, at both,
-    for some times as many such releases. At an epsilon below most losses cells are ``fineness``
-    times as narrow as there usually.
+    """The window for a result near ``epsilon``, or near ``log_delta``. If the composition
+    ``grows``, the window is for both, and for several times as many releases. At an epsilon below
+    most losses cells are narrower by the factor ``fineness``.
     """
     asked, asked_log_delta = epsilon, log_delta
     if grows:
@@ -169,21 +169,21 @@ def choose_window(
     scale = max(epsilon, 0.05 * math.sqrt(variance_there))
     scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
     wanted = math.sqrt(12 * accuracy * scale / (total * (1 + tilt)))
-    if largest_tilt == math.inf:  # losses up to a cut have a density
+    if largest_tilt == math.inf:  # not for losses up to a cut, which have a density
         wanted = min(wanted, _CELL * scale)
-    # At small epsilons, where most of the mass may lie, delta is off by n (h / s)^2 / 8 of it, with
-    # s the spread: of_grid.
+    # At small epsilons, where most of the mass may be, the relative error of delta is n (h / s)^2 /
+    # 8, with s the spread: see of_grid.
     if not sampled:
         spread = losses.spread() / math.sqrt(total)  # of a step
         if (epsilon if asked is None else asked) < total * spread:
             wanted = min(wanted, _OF_LOSS * spread) / fineness
-    # at this tail the losses may reach farther than at that of the delta which is found
+    # the range of losses may be wider for this tail than for that of the final delta
     interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
     atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
     if len(atoms) == 1 and (atom := atoms.pop()) > interval:
         interval = atom / math.ceil(atom / interval)  # both its losses on the grid
     tilt = min(tilt, 0.5 / interval)
-    # What the rounding adds at most to a step's variance is h^2 / 4.
+    # rounding adds at most h^2 / 4 to the variance of a step
     center, _, spread = (float(value[0]) for value in losses.cumulants(np.array([tilt])))
     relative = _WINDOW_TILTS if largest_tilt == math.inf else _CUT_TILTS
     steps = relative / math.sqrt(spread + total * interval**2 / 4)
@@ -193,7 +193,7 @@ def choose_window(
     reach = (outer - center - log_outside(tilt)) / np.concatenate([steps, steps])
     above, below = reach[: len(steps)], reach[len(steps) :]
     top, bottom = int(np.argmin(above)), int(np.argmin(below))
-    # The smallest and the largest possible loss bound the window too.
+    # the smallest and the largest possible loss bound the window, too
     upper = min(float(above[top]), largest + total * interval)
     lower = max(-float(below[bottom]), least - total * interval)
     if not np.isfinite([interval, tilt, lower, upper]).all():
@@ -205,7 +205,7 @@ def choose_window(
         upper_tilt=tilt + float(steps[top]),
         lower=lower,
         upper=upper,
-        # of smaller deltas an answer may be loose
+        # for smaller deltas bounds may be loose
         wanted_interval=wanted if log_delta > math.log(SMALLEST) else interval,
         near=near,
     )
@@ -219,7 +219,7 @@ def of_grid(fineness: float) -> float:
 def _tangent(
     tilts: Array, cumulant: Array, mean: Array, epsilon: float | None, log_delta: float | None
 ) -> tuple[float, float, float]:
-    """Tilt, epsilon and log(delta), where one of the latter two is given: the tangent point of the
+    """Tilt, epsilon and log(delta); one of the last two is given. The tangent point of the
     bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath, Steinke 2020),
     interpolated, so that the result changes smoothly with the levels.
     """
@@ -247,8 +247,8 @@ def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, A
 
 
 def log_outside(tilt: float) -> float:
-    """Logarithm of the tilted mass that the window may miss. It counts as delta, of which tilted
-    mass at the losses that decide is about 1 / tilt.
+    """Logarithm of the tilted mass that may be outside the window. It is added to delta; at the
+    decisive losses, tilted mass is about 1 / tilt of delta.
     """
     return math.log(_OUTSIDE / (1 + 1e-4 * tilt))
 

@@ -1,8 +1,8 @@
-"""Lower bounds on what a mechanism reveals, from how many guesses about its input were right.
+"""Lower bounds on what a mechanism reveals, from the number of right guesses about its input.
 
 Each of m canaries is in the data with probability 1/2, independently. An attacker sees the output
-and guesses r of these inclusions; v are right. Privacy limits v, also where one output serves all
-guesses, so that they depend on each other:
+and guesses r of these inclusions; v are right. Privacy limits v, even if all guesses use one output
+and depend on each other:
 
 * (ε, δ): Steinke, Nasr and Jagielski 2023, Theorem 5.2. With W ~ Binomial(r, e^ε/(1+e^ε))::
 
@@ -11,13 +11,13 @@ guesses, so that they depend on each other:
 * a trade-off curve f: Mahloujifar, Melis and Chaudhuri 2025, Algorithm 3. Let p_n = P(V = n),
   R_j = Σ_{n≥j} n·p_n/m and H_j = Σ_{n≥j} (r − n)·p_n/m. Drawing one inclusion again turns right
   guesses into wrong ones, so R_j ≤ f̄(H_{j−1}) for every j, with f̄ = 1 − f. If P(V ≥ v) is τ, then
-  R_v + H_v = τr/m. The least R and H that this leaves for v − 1, …, 0 add up to more than
-  R_0 + H_0 = r/m if τ is too large.
+  R_v + H_v = τr/m, and this gives the least possible R and H for v − 1, …, 0. If τ is too large,
+  they add up to more than R_0 + H_0 = r/m.
 
-* a trade-off curve, for releases that show each canary separately: what is seen of one depends
-  neither on another one's inclusion nor on noise that another one shares, as along coordinates of
-  a vector with independent noise, unlike losses of one model. Given the output, the inclusions are
-  then independent, and m guesses on m canaries, by any rule, are right no more often than m
+* a trade-off curve, for releases that show each canary separately: the view of one canary depends
+  neither on the inclusion of another one nor on shared noise. This holds for coordinates of a
+  vector with independent noise, not for losses of one model. Given the output, the inclusions are
+  then independent. So m guesses on m canaries, by any rule, are right no more often than m
   independent guesses that are each right with probability Φ(μ/2).
 
 A hypothesis is refuted if it makes v or more right guesses less probable than 1 − confidence. The
@@ -43,13 +43,13 @@ from ..errors import AuditError
 Array = npt.NDArray[np.float64]
 Refuted = npt.NDArray[np.bool_]  # one for each hypothesis
 # f̄⁻¹: a test that is right with the given probability under one data set is wrong with at least the
-# returned one under its neighbour; for one hypothesis or several
+# returned probability under its neighbour; for one or several hypotheses
 Inverse = Callable[[Array], Array]
 
-_LARGEST_HYPOTHESIS = 40.0  # ε or μ; more needs e^40 right guesses. Φ(−40) is 0
-_HYPOTHESES = 41  # tested at a time
+_LARGEST_HYPOTHESIS = 40.0  # ε or μ; a larger one needs e^40 right guesses. Φ(−40) is 0
+_HYPOTHESES = 41  # hypotheses that are tested at the same time
 _ACCURACY = 1e-4  # of a bound on ε or μ
-_LARGEST_EPSILON, _SMALLEST_DELTA = 50.0, 1e-12  # for which the number of guesses is planned
+_LARGEST_EPSILON, _SMALLEST_DELTA = 50.0, 1e-12  # limits for planning the number of guesses
 
 
 class Guesses(NamedTuple):
@@ -68,7 +68,7 @@ def gaussian_inverse(mu: Array) -> Inverse:
 
 
 def stated_inverse(risk: Risk) -> Inverse:
-    """Inverse of the accountant's trade-off function, the best attack on either neighbour."""
+    """Inverse of the accountant's trade-off curve, for the better of its two attacks."""
     inverses = []
     for curve in risk.curves:
         rates, powers = curve.vertices
@@ -90,7 +90,7 @@ def refuted(inverse: Inverse, guesses: Guesses, confidence: float) -> Refuted:
 
 
 def epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float = 0.95) -> float:
-    """The least ε of a mechanism that allows these guesses (Steinke et al. 2023)."""
+    """The least ε that allows so many right guesses (Steinke et al. 2023)."""
     canaries, made, correct = guesses
     fewer = np.arange(1, correct + 1)
 
@@ -105,7 +105,7 @@ def epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float = 0.95
 
 
 def mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> float:
-    """The least μ at which a μ-Gaussian private one allows this (Mahloujifar and others 2025)."""
+    """The least μ of Gaussian privacy that allows this (Mahloujifar and others 2025)."""
     return _least_that_stands(lambda mu: refuted(gaussian_inverse(mu), guesses, confidence))
 
 
@@ -128,7 +128,7 @@ def _least_accuracy(guesses: Guesses, confidence: float) -> float:
 
 
 def _least_that_stands(is_refuted: Callable[[Array], Refuted]) -> float:
-    """A hypothesis below which all are refuted, within the accuracy of one that is not."""
+    """The least hypothesis that is not refuted, rounded down by at most the accuracy."""
     low, high = 0.0, _LARGEST_HYPOTHESIS
     while high - low > _ACCURACY:
         tested = np.linspace(low, high, _HYPOTHESES)
@@ -143,7 +143,7 @@ def _least_that_stands(is_refuted: Callable[[Array], Refuted]) -> float:
 
 
 def expected_guesses(canaries: int, made: int, mu: float) -> Guesses:
-    """Guesses on the extreme ones of scores N(±μ/2, 1), half of them high."""
+    """Expected guesses on the most extreme scores of N(±μ/2, 1), half of them high."""
     threshold = 0.0
     if made < canaries:
         threshold = optimize.brentq(
@@ -157,8 +157,8 @@ def expected_guesses(canaries: int, made: int, mu: float) -> Guesses:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Compute a lower bound on ε at δ from guesses; ``is_repeated``: each guess is about its own
-    release.
+    """Compute a lower bound on ε at δ from guesses; ``is_repeated``: there is one release for each
+    guess.
     """
 
     kind: str
@@ -168,7 +168,7 @@ class LowerBound:
 
     def __post_init__(self) -> None:
         if self.kind not in ("gaussian", "independent", "basic"):
-            raise AuditError(f'bound is "gaussian", "independent" or "basic", not {self.kind!r}')
+            raise AuditError(f'bound: use "gaussian", "independent" or "basic", not {self.kind!r}')
         delta, confidence = real(self.delta, "delta"), real(self.confidence, "confidence")
         if not 0 <= delta < 1 or not 0.5 <= confidence < 1:
             raise AuditError(
@@ -196,16 +196,16 @@ class LowerBound:
         return bool(refuted(stated_inverse(risk), guesses, self.confidence).all())
 
     def best_guesses(self, canaries: int, epsilon: float) -> Guesses:
-        """Expected guesses, as many as give the largest bound, on a Gaussian that reveals ε."""
+        """Expected guesses on a Gaussian release of ε, in the number with the largest bound."""
         mu = gaussian_mu(min(epsilon, _LARGEST_EPSILON), max(self.delta, _SMALLEST_DELTA))
-        if self.kind == "independent":  # which is for guesses on all canaries
+        if self.kind == "independent":  # it needs guesses on all canaries
             return expected_guesses(canaries, canaries, mu)
         shares = 2.0 ** -np.arange(0.0, 8.0, 0.5)  # of the canaries
         numbers = sorted({min(canaries, max(2, 2 * round(canaries * s / 2))) for s in shares})
         return max((expected_guesses(canaries, number, mu) for number in numbers), key=self)
 
     def require_enough(self, canaries: int, epsilon: float | None = None) -> None:
-        """Raise if not even all guesses right, or those expected at ε, give a bound."""
+        """Raise if right guesses on all canaries, or those expected at ε, give no bound."""
         guesses, where = Guesses(canaries, canaries, canaries), ""
         if epsilon is not None:
             guesses, where = self.best_guesses(canaries, epsilon), f" and epsilon = {epsilon:g}"

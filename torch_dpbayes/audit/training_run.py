@@ -1,4 +1,4 @@
-"""One training run, many canaries: a lower bound on its ε."""
+"""A lower bound on the ε of one training run, from many canaries."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .transcripts import AuditResult, Inclusion, draw_inclusion, from_scores, ge
 _WHITE_BOX = (
     "white-box: canaries are gradients of norm C, all else is known; clipping is not tested"
 )
-_BLACK_BOX = "black-box: canaries are records; only the trained model's loss is seen"
+_BLACK_BOX = "black-box: canaries are records; the attacker sees only the trained model's loss"
 
 
 class Slot(int):
-    """The item at a canary's position in the data set. Batches draw slots as they draw records."""
+    """The item at a canary's position in the data set; the sampler draws slots like records."""
 
 
 class _WithoutSlots:
@@ -46,10 +46,10 @@ class GradientCanaries:
     """Canaries of one training. In each step, each has a gradient ±C along a parameter that no
     other canary uses in this step.
 
-    If a canary is ``included`` and its slot in the batch, its gradient joins the sum of clipped
-    gradients. The attacker sees the releases and knows all other records, so their share of a sum
-    is subtracted. The directions come from the auditor's ``generator``. ``scores`` holds each
-    canary's log p(releases | in) − log p(releases | out).
+    If a canary is ``included`` and its slot is in the batch, its gradient is added to the sum of
+    clipped gradients. The attacker sees the releases and knows all other records, so their part of
+    a sum is subtracted. The directions come from the auditor's ``generator``. ``scores`` contains
+    log p(releases | in) − log p(releases | out) for each canary.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class GradientCanaries:
         self._size = sum(p.numel() for p in parameters if p.requires_grad)
         if self._size < len(included) or loader.num_workers > 0:
             raise AuditError(
-                f"the model has {self._size} parameters: {len(included)} gradient canaries need as"
-                " many, and a DataLoader with num_workers=0"
+                f"the model has {self._size} parameters: {len(included)} gradient canaries need at"
+                " least as many parameters, and a DataLoader with num_workers=0"
             )
         self._included, self._generator = included, generator
         self._batch_size, self._bound = optimizer.expected_batch_size, optimizer.max_grad_norm
@@ -80,13 +80,13 @@ class GradientCanaries:
         self._draw = -1
 
     def _collect(self, source: GradientSource, layout: Layout) -> int:
-        """Add the gradients of the records and canaries in this batch, or part of a batch; returns
+        """Add the gradients of the records and canaries in this batch or part of a batch. Returns
         the number of records and slots.
         """
         records = self._collect_records(source, layout)
         if getattr(self._query, "scale", None) is not None:
             raise AuditError("an audit has no sensitivity_scale: leave it out while auditing")
-        if self._draws.draw != self._draw:  # a new batch: nothing is left of a step that failed
+        if self._draws.draw != self._draw:  # a new batch: drop the canaries of a failed step
             self._draw, self._own = self._draws.draw, torch.zeros_like(layout.gradient)
             self._along = self._generator.choice(self._size, len(self._included), replace=False)
             self._signs: Array = self._generator.choice([-1.0, 1.0], len(self._included))
@@ -99,8 +99,8 @@ class GradientCanaries:
         return records + len(self._collate.slots)
 
     def _score(self, layout: Layout) -> None:
-        """Add the log likelihood ratios of the release that ``layout`` holds. A canary that is in
-        moves its Gaussian of standard deviation z by 1 with probability q.
+        """Add the log likelihood ratios of the release in ``layout``. An included canary moves its
+        Gaussian of standard deviation z by 1 with probability q.
         """
         if min(group.noise_multiplier for group in layout.groups) == 0:
             raise AuditError("the run has no noise, so its ε is infinite and cannot be refuted")
@@ -137,36 +137,36 @@ def one_run(
     accountant: PrivacyAccountant | None = None,
     seed: int | None = None,
 ) -> AuditResult:
-    """Train once on data with canaries in it, and bound the run's ε from below.
+    """Train once on data with canaries, and bound the run's ε from below.
 
-    Each canary is in the data with probability 1/2. Its score, computed from the releases, says how
-    likely that is. The auditor guesses for the canaries with the most extreme scores (their number
-    is the best one at the stated ε); the number of right guesses gives the bound.
+    Each canary is in the data with probability 1/2. Its score, computed from the releases, measures
+    how likely this is. The auditor guesses for the canaries with the most extreme scores (as many
+    as are best at the stated ε); the number of right guesses gives the bound.
 
     Args:
         train: ``train(dataset, engine)``, your training. It calls ``engine.make_private`` or
             ``engine.make_private_with_epsilon`` with a loader of ``dataset``, takes its steps, and
             returns the model. Several trainings are audited together.
         dataset: the records, a map-style data set.
-        num_canaries: m; thousands.
+        num_canaries: m, for example thousands.
         canaries: None (white-box): a canary is a gradient of norm C, in a new direction in each
-            step. Or m records (black-box), which join the data set; the trained model's ``loss``
-            scores them. Mislabelled records work best.
-        loss: of black-box canaries, ``(output, target) -> scalar`` for a batch of one.
+            step. Or m records (black-box): the included ones are added to the data set, and the
+            trained model's ``loss`` scores all. Mislabelled records work best.
+        loss: ``(output, target) -> scalar`` for a batch of one; for black-box canaries.
         delta: δ at which to compare; None: that of the accountant's budget.
-        confidence, bound, num_guesses: as for :func:`from_scores`. ``bound="independent"`` is for
-            white-box canaries.
-        accountant: of the engine; None: a new one.
-        seed: seeds the auditor's own randomness, which the training never uses; None: the operating
-            system's entropy.
+        confidence, bound, num_guesses: as for :func:`from_scores`. ``bound="independent"`` is only
+            for white-box canaries.
+        accountant: the accountant of the engine; None: a new one.
+        seed: the seed of the auditor's randomness, which the training never uses; None: the
+            operating system's entropy.
 
     Raises:
         AuditError: too few canaries for any bound, no δ, a run without noise or without
-            ``engine``, or a bound that its canaries or batches do not allow.
+            ``engine``, or a bound that is not valid for these canaries or batches.
 
-    **Privacy.** The bound is computed from releases and unprotected sums. It depends only on
-    canaries: the share of other records is subtracted. The model has learned the canaries: do not
-    use it.
+    **Privacy.** The bound is computed from releases and from sums without noise. It depends only on
+    canaries, because the part of other records is subtracted. Do not use the model: it has learned
+    the canaries.
     """
     if delta is None and (accountant is None or (delta := accountant.delta) is None):
         raise AuditError("δ is missing, and the accountant has no budget: pass delta=1e-5")
@@ -174,8 +174,8 @@ def one_run(
     LowerBound(bound, delta, confidence).require_enough(num_canaries, epsilon)
     if canaries is not None and (bound == "independent" or len(canaries) != num_canaries):
         raise AuditError(
-            f"num_canaries = {num_canaries} records are needed, got {len(canaries)}; and their"
-            ' losses depend on each other: pass bound="gaussian"'
+            f"canaries= must have num_canaries = {num_canaries} records, got {len(canaries)}; their"
+            ' losses depend on each other, so pass bound="gaussian"'
         )
     generator, engine, found = generator_of(seed), AuditedEngine(accountant), list[Array]()
     included = draw_inclusion(num_canaries, generator)
@@ -185,7 +185,7 @@ def one_run(
 
     def attach(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
         if engine.accountant.unit != "record":
-            raise AuditError("a canary is one record: audit the run on an accountant of records")
+            raise AuditError('a canary is one record: pass an accountant with unit="record"')
         if canaries is None:
             found.append(GradientCanaries(included, generator, optimizer, loader).scores)
 
@@ -193,7 +193,7 @@ def one_run(
     charged = 0 if accountant is None else len(accountant)
     trained = train(ConcatDataset([dataset, joined]), engine)
     if len(engine.accountant) == charged:
-        raise AuditError("train took no private step: call engine.make_private, and step")
+        raise AuditError("train took no private step: call engine.make_private and step()")
     return from_scores(
         sum(found) if canaries is None else _minus_losses(trained, canaries, loss),
         included,
@@ -210,9 +210,7 @@ def one_run(
 def _minus_losses(
     model: Any, canaries: Sequence[Any], loss: Callable[[Any, Any], Tensor]
 ) -> list[float]:
-    """Minus the loss of every canary ``(input, target)``: records in the data have smaller
-    losses.
-    """
+    """Minus the loss of each canary ``(input, target)``: records in the data have small losses."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"train must return the trained model, not {type(model).__name__}")
     device = next(model.parameters()).device

@@ -1,6 +1,4 @@
-"""Audits of any release, from scores of canaries or from releases that are cheap to repeat, and
-their result.
-"""
+"""Audits of any release, from scores of canaries or from repeated releases; the audit's result."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from .bounds import Array, Guesses, LowerBound
 
 Inclusion = npt.NDArray[np.bool_]
 
-_AUDIT = 0x61756469  # beside the seed, so that a training with this seed draws other numbers
+_AUDIT = 0x61756469  # added to the seed: a training with this seed draws other numbers
 _STATED, _MEASURED, _REFUTED = "#c9ced3", "#2a6f97", "#b23a48"  # colours of the bars
 _DRAWN_JOINTLY = (
     RandomAllocationDpEvent,
@@ -32,22 +30,22 @@ _DRAWN_JOINTLY = (
 
 @dataclass(frozen=True)
 class AuditResult:
-    """A lower bound on ε, and the ε that the accountant states.
+    """A lower bound on ε, and the stated ε.
 
     Attributes:
         epsilon_lower_bound: the release reveals at least this ε at ``delta``.
-        epsilon: what the accountant states at ``delta``.
+        epsilon: the ε at ``delta`` that the accountant or the caller states.
         delta: the δ of both.
         confidence: the probability, over the inclusions and the release, that the bound is right.
-        threat: who was simulated, and what they see.
-        bound: ``"gaussian"``: a lower bound on μ among Gaussian trade-off curves (Mahloujifar and
-            others 2025), as the ε of that Gaussian at ``delta``. ``"independent"``: the same, but
-            tighter, for releases that show each canary separately. ``"basic"``: a lower bound on ε
-            among all (ε, δ) (Steinke and others 2023).
+        threat: the simulated attacker, and what the attacker sees.
+        bound: ``"gaussian"``: a lower bound on the μ of a Gaussian trade-off curve (Mahloujifar and
+            others 2025), converted to ε at ``delta``. ``"independent"``: the same, but tighter, for
+            releases that show each canary separately. ``"basic"``: a lower bound on the ε of any
+            (ε, δ)-private release (Steinke and others 2023).
         guesses: number of canaries, of guesses, and of right guesses.
         neighboring: the relation of the accountant's ε; None: the caller stated ε.
         refutes_curve: whether the accountant's whole trade-off curve, which need not be Gaussian,
-            allows fewer right guesses; None: no accountant, or the bound is ``"basic"``.
+            allows fewer right guesses; None: there is no accountant, or the bound is ``"basic"``.
     """
 
     epsilon_lower_bound: float
@@ -62,8 +60,8 @@ class AuditResult:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether the release reveals more than stated, with this confidence: judged by the
-        accountant's trade-off curve if it is known, else by ε.
+        """Whether the release reveals more than stated, with this confidence: by the accountant's
+        trade-off curve if ``refutes_curve`` is known, else by ε.
         """
         if self.refutes_curve is None:
             return self.epsilon_lower_bound > self.epsilon
@@ -86,8 +84,8 @@ class AuditResult:
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw both ε as bars on ``ax``, Matplotlib ``Axes``, or on a new figure, with the report
-        below them; returns the ``Axes``.
+        """Draw both ε as bars, and the report below them, on the Matplotlib ``Axes`` ``ax`` or on a
+        new figure; returns the ``Axes``.
         """
         if ax is None:
             from matplotlib import pyplot
@@ -98,14 +96,14 @@ class AuditResult:
         ax.bar_label(ax.barh([1, 0], values, height=0.55, color=colours), fmt="%.2f", padding=5)
         ax.set_yticks([1, 0], ["stated by the\naccountant", "measured,\nat least"])
         ax.set_xlim(0, 1.15 * max([*values, 1e-3]))
-        lines = [fill(line, width=95) for line in str(self).splitlines()]  # what fits below
+        lines = [fill(line, width=95) for line in str(self).splitlines()]  # fits the figure
         ax.set_xlabel("\n".join(lines), loc="left", fontsize=8)
         ax.spines[["top", "right"]].set_visible(False)
         return ax
 
 
 def generator_of(seed: int | None) -> np.random.Generator:
-    """The auditor's own randomness; None: from the operating system's entropy."""
+    """The auditor's random generator; None: with the operating system's entropy."""
     return np.random.default_rng(None if seed is None else [_AUDIT, seed])
 
 
@@ -135,26 +133,26 @@ def from_scores(
 ) -> AuditResult:
     """Bound the ε of a release from below, by scores that were computed from it, one per canary.
 
-    Several releases on the same canaries are audited together by the sum of their scores.
+    To audit several releases on the same canaries together, pass the sum of their scores.
 
     Args:
         scores: one for each canary; a higher score means that it is more likely in the data.
         included: whether each canary was in the data: independent fair bits, drawn before the
             release.
-        delta, epsilon: the stated ε at δ, which ``is_refuted`` compares with the bound. Except for
-            ``"basic"`` this is only right for Gaussian releases: others may show more at the same
+        delta, epsilon: the stated ε at δ; ``is_refuted`` compares it with the bound. Except for
+            ``"basic"`` this is valid only for Gaussian releases: others may show more at the same
             ε.
-        accountant: states ε for the release instead, by its whole trade-off curve.
+        accountant: instead of ``epsilon``: states the release's ε and whole trade-off curve.
         confidence: the probability that the bound is right.
-        bound: see :class:`AuditResult`. ``"independent"`` is right only if the score of a canary
+        bound: see :class:`AuditResult`. ``"independent"`` is valid only if the score of a canary
             does not depend on the inclusion of others and shares no noise with them. It is refused
             if the ``accountant`` was charged for batches that are neither full nor Poisson.
-        num_guesses: chosen before the scores were seen; None: the best number at ``epsilon``, or
-            all canaries for ``"independent"``.
-        threat: who was simulated, for the report.
+        num_guesses: must be chosen before the scores are seen; None: the best number at
+            ``epsilon``, or all canaries for ``"independent"``.
+        threat: a description of the simulated attacker, for the report.
 
     Raises:
-        AuditError: scores and inclusions do not belong together, or an argument is out of range.
+        AuditError: scores and inclusions do not fit together, or an argument is out of range.
 
     **Privacy.** Nothing is charged: the bound is computed from the release.
     """
@@ -162,8 +160,8 @@ def from_scores(
     is_one_each = found.ndim == 1 and found.shape == drawn.shape and drawn.dtype == bool
     if not is_one_each or np.isnan(found).any():
         raise AuditError(
-            "scores (no nan) and included (bool) must be vectors of one length; got shapes"
-            f" {found.shape} and {drawn.shape}, {drawn.dtype}. Score 0 leaves a canary undecided."
+            "scores (without NaN) and included (bool) must be vectors of one length; got shapes"
+            f" {found.shape} and {drawn.shape}, {drawn.dtype}. Score 0 means undecided."
         )
     lower_bound = LowerBound(bound, delta, confidence)
     for charge in accountant.history if accountant is not None and bound == "independent" else ():
@@ -173,7 +171,7 @@ def from_scores(
                 f' charged a {type(charge.event).__name__}: pass bound="gaussian"'
             )
     epsilon = _stated(epsilon, accountant, delta)
-    # by public numbers: neither scores nor inclusions decide it
+    # the number of guesses depends on public numbers, not on scores or inclusions
     best = lower_bound.best_guesses(len(found), epsilon)
     made = best.made if num_guesses is None else num_guesses
     is_count = isinstance(made, (int, np.integer)) and 1 <= made
@@ -197,17 +195,17 @@ def repeated(
 ) -> AuditResult:
     """Repeat a release, each time randomly with or without one record, and guess which case it was.
 
-    Guesses are independent, and likelihood ratios give the best guesses: the bound is tighter than
-    for one run.
+    Guesses are independent, and likelihood ratios give the best guesses. So the bound is tighter
+    than that from one run.
 
     Args:
-        release: ``release(is_in)`` makes it on data with or without the record and returns
+        release: ``release(is_in)`` releases from data with or without the record and returns
             log p(release | in) − log p(release | out), or another number that is positive if "in"
             is the better guess.
-        delta, epsilon, accountant: what is stated for one release, as for :func:`from_scores`.
-        repeats: number of releases, each with its own noise.
-        confidence, bound, threat: as there.
-        seed: of the inclusions; None: the operating system's entropy.
+        delta, epsilon, accountant: the statement on one release, as for :func:`from_scores`.
+        repeats: number of releases, with independent noise.
+        confidence, bound, threat: as for :func:`from_scores`.
+        seed: seed of the inclusions; None: the operating system's entropy.
 
     Raises:
         AuditError: too few repeats for any bound, or an argument is out of range.
@@ -220,7 +218,7 @@ def repeated(
     included = draw_inclusion(repeats, generator_of(seed)).tolist()
     scores = np.array([np.asarray(release(is_in), float).item() for is_in in included])
     if np.isnan(scores).any():
-        raise AuditError("release returned nan: return 0 where neither guess is better")
+        raise AuditError("release returned NaN: return 0 if neither guess is better")
     correct = int(((scores > 0) == included).sum())
     return _result(lower_bound, Guesses(repeats, repeats, correct), epsilon, accountant, threat)
 

@@ -1,1 +1,1 @@
-"""Poisson draws of the records, and the loader that delivers them."""
+"""Samplers that draw the batches, and the loader that delivers them."""

@@ -1,5 +1,5 @@
-"""Inspect the data set of a private loader: how to read a batch at once, whether records repeat,
-which data sets are private, and whether all ranks have the same one.
+"""Inspect the data set of a private loader: read batches at once, find repeated records, recognise
+private data sets, and compare data sets between ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ..per_sample.nested import tensors_in
 
 _Positions = range | NDArray[np.int64]
 
-_LOOKED_AT = 64  # records of a data set, from its first to its last
-# Data sets are known as long as they live, lists (which take no weak references) as long as a
-# loader that reads them.
+_LOOKED_AT = 64  # compared records of a data set, evenly spaced from first to last
+# A data set is registered as long as it exists. A list, which allows no weak reference, is
+# registered as long as a loader of it exists.
 _private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_PRIVATE = "_dpbayes_private_data"  # a mark of memory
+_PRIVATE = "_dpbayes_private_data"  # attribute of a tensor's storage
 _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
 class BatchedDataset(Dataset[Any]):
-    """Reads a batch of records for which :meth:`fits` at once, others one by one, for a loader that
-    collates by :func:`unchanged`; ``collate_fn`` makes batches of rows that come one by one, and of
-    none.
+    """Reads a batch at once if :meth:`fits`, else record by record, for a loader that collates by
+    :func:`unchanged`. ``collate_fn`` collates batches that are read record by record, and empty
+    ones.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -52,8 +52,8 @@ class BatchedDataset(Dataset[Any]):
 
     @staticmethod
     def fits(dataset: Any) -> bool:
-        """Whether a batch read at once is ``default_collate`` of its records: known of torch's
-        ``TensorDataset`` of plain tensors, of tables of Hugging Face's ``datasets``, and of
+        """Whether a batch read at once equals ``default_collate`` of its records: for torch's
+        ``TensorDataset`` of plain tensors, for tables of Hugging Face's ``datasets``, and for a
         ``Subset`` of these.
         """
         while type(dataset) is Subset:
@@ -70,7 +70,7 @@ class BatchedDataset(Dataset[Any]):
 
 
 def unchanged(batch: Any) -> Any:
-    """The collate function of batches that are complete."""
+    """The collate function for batches that are already collated."""
     return batch
 
 
@@ -78,7 +78,7 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
     if type(dataset) is Subset:
         return _read(dataset.dataset, [dataset.indices[i] for i in positions], collate)
     if type(dataset) is TensorDataset:
-        index = torch.from_numpy(np.array(positions))  # torch.tensor takes ten times as long
+        index = torch.from_numpy(np.array(positions))  # torch.tensor is ten times as slow
         return [tensor[index] for tensor in dataset.tensors]
     if not _is_table(dataset):
         return collate([dataset[i] for i in positions])
@@ -90,16 +90,16 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
 
 
 def _is_table(dataset: Any) -> bool:
-    """Whether this is a table of Hugging Face's ``datasets`` without a transform, because a
-    transform sees whole batches.
+    """Whether this is a table of Hugging Face's ``datasets`` without a transform (which would see
+    whole batches).
     """
     is_theirs = type(dataset).__module__ == "datasets.arrow_dataset"
     return is_theirs and dataset.format["type"] != "custom"
 
 
 def reads_whole_batches(dataset: Any) -> bool:
-    """Whether code of the user's would read all records of a batch, which torch prefers to reading
-    one by one, and could mix them.
+    """Whether the user's own ``__getitems__`` would read all records of a batch and could mix them.
+    Torch calls it if it exists.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -109,40 +109,40 @@ def reads_whole_batches(dataset: Any) -> bool:
 
 
 def _parts(dataset: Any) -> list[Any]:
-    """The data sets that a ``ConcatDataset`` or a ``StackDataset`` holds."""
+    """The parts of a ``ConcatDataset`` or a ``StackDataset``."""
     parts = dataset.datasets if isinstance(dataset, ConcatDataset | StackDataset) else ()
     return list(parts.values() if isinstance(parts, dict) else parts)
 
 
 def require_no_repeats(dataset: Any) -> None:
-    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set, or a list an
-    object. Copies made in another way, such as repeated rows of a tensor, are not recognised.
+    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of a data set, or a list repeats
+    an object. Other copies, such as equal rows of a tensor, are not found.
     """
     found = defaultdict[Any, list[_Positions]](list)
     for leaf, positions in _leaves(dataset, None):
         found[leaf].append(positions)
     for parts in found.values():
-        if len(parts) == 1 and type(parts[0]) is range:  # not a number for each of 10⁹ records
+        if len(parts) == 1 and type(parts[0]) is range:  # saves an array of up to 10⁹ positions
             continue
         together = np.sort(np.concatenate([np.asarray(part) for part in parts]))
         if (together[1:] == together[:-1]).any():
             raise ArgumentError(
-                "the data set has some records several times (Subset, ConcatDataset or list), but"
-                " epsilon would be for one copy. Keep each record once, or pass user_ids=, the id"
-                " of each record's user.",
+                "the data set contains some records more than once (Subset, ConcatDataset or list),"
+                " but epsilon would protect one copy. Keep each record once, or pass user_ids=, the"
+                " id of each record's user.",
                 code="loader-repeats",
             )
 
 
 class Arrangement:
-    """Which records stand where in a data set, as far as it shows: the positions of a ``Subset``,
-    the items of a list, the tensors of a ``TensorDataset`` and whether they were written to, else
-    which data set it is. Equal while none of that changed.
+    """The order of the records in a data set, as far as it can be seen: the positions of a
+    ``Subset``, the items of a list, the tensors of a ``TensorDataset`` and how often torch wrote
+    into them, and the identity of any other data set. Equal as long as none of these changes.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._values: list[Any] = []
-        self.objects: list[Any] = []  # live on, so that no others get their identities
+        self.objects: list[Any] = []  # references, so that no new object gets the same identity
         self._look_at(dataset)
 
     def __eq__(self, other: object) -> bool:
@@ -154,7 +154,7 @@ class Arrangement:
         self._values.append(len(dataset))
         if isinstance(dataset, Subset):
             at: Any = dataset.indices
-            is_known = isinstance(at, list | range)  # compared several times as fast
+            is_known = isinstance(at, list | range)  # comparing these is several times as fast
             self._values.append(at[:] if is_known else np.asarray(at).tobytes())
             self._look_at(dataset.dataset)
         elif isinstance(dataset, ConcatDataset | StackDataset):
@@ -169,14 +169,14 @@ class Arrangement:
 
 
 def writes_into(value: Any) -> int:
-    """The number of times that torch wrote into a tensor."""
+    """How often torch wrote into a tensor."""
     is_counted = isinstance(value, Tensor) and not value.is_inference()
     return value._version if is_counted else 0
 
 
 def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Positions]]:
-    """Identities of the data sets that hold these records (None: all), and their places there; of a
-    list of records what stands there.
+    """Identities of the data sets that contain these records (None: all), and the positions there;
+    for a list of records the identities of the records.
     """
     if isinstance(dataset, ConcatDataset):
         start = 0
@@ -188,9 +188,9 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
                 inside = places[(start <= places) & (places < end)] - start
             yield from _leaves(part, inside)
             start = end
-    elif isinstance(dataset, StackDataset):  # a record is of the same place in each part
+    elif isinstance(dataset, StackDataset):  # a record has the same position in each part
         for k, part in enumerate(_parts(dataset)):
-            # labels may be one object
+            # positions, not identities: equal labels may be one object
             known: Any = range(len(part)) if type(part) is list else part
             yield from (((k, leaf), at) for leaf, at in _leaves(known, chosen))
     elif isinstance(dataset, Subset):
@@ -209,7 +209,7 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
 
 
 def register_private(loader: DataLoader[Any]) -> None:
-    """Remember that the loader, its data set and the tensors in that are private."""
+    """Register the loader, its data set, and the data set's tensors as private."""
     _private_loaders.add(loader)
     for part in Arrangement(loader.dataset).objects:
         if isinstance(part, Tensor) and part.layout is torch.strided:
@@ -219,8 +219,8 @@ def register_private(loader: DataLoader[Any]) -> None:
 
 
 def reads_private_data(loader: Any) -> bool:
-    """Whether this is a private loader, or one over its data set, a part of that, or more; or a
-    tensor, or a part of one, in such a data set.
+    """Whether this is a private loader; or a loader whose data set has records in common with that
+    of a private loader; or a tensor, or a part of one, in such a data set.
     """
     if isinstance(loader, Tensor):
         is_dense = loader.layout is torch.strided
@@ -234,13 +234,13 @@ def reads_private_data(loader: Any) -> bool:
 
 
 def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[str]:
-    """Digests of up to 64 records in their order, of augmented ones under one seed: of each tensor
-    of a record, and of its shape; an empty text where they differ at every look.
+    """Digests of up to 64 records, in order: one for each tensor of a record, and for its shape.
+    Records are read twice under one seed; a digest is an empty text if the values differ.
 
-    Ranks that keep the same records in another order would use some of them twice.
+    If ranks had the same records in different orders, they would use some records twice.
 
     Raises:
-        ValueError: what stays the same does not tell records apart.
+        ValueError: the values that stay the same are equal for all records.
     """
     last = _LOOKED_AT - 1
     positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})

@@ -1,5 +1,5 @@
-"""A loader that delivers the draws of a sampler. A collate function of the user's is given each
-record alone, and refused if that gives something else than the batch.
+"""A loader that delivers the draws of a sampler. It calls the user's collate function with each
+record alone, and refuses a function that gives another result for a whole batch.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from .datasets import (
 )
 from .sampler import PoissonSampler
 
-_ROWS = 256  # of a batch of all records
+_ROWS = 256  # batch size of a loader of all records
 _TAKEN_OVER = (
     "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
     " persistent_workers"
 ).split()
 _RECORDS = 5  # synthetic records of a comparison
-_TOLERANCE = 1e-4  # the order of a sum changes its rounding
-_PLAIN = ("builtins", "collections")  # modules whose containers mix no records
+_TOLERANCE = 1e-4  # for rounding: sums may have another order
+_PLAIN = ("builtins", "collections")  # modules of containers that do not mix records
 _VOUCHED = "collate_fn gets whole batches: you vouch that it does not mix records"
 _RANDOM = (
-    "collate_fn draws random numbers. It runs for each record alone, so what mixup draws once for a"
-    " batch is drawn for every record"
+    "collate_fn draws random numbers. It runs for each record alone, so a number that mixup would"
+    " draw once for a batch is drawn for every record"
 )
 _FIELDS = "records have different fields: put a number in place of missing values"
 _SHAPES = "records have different shapes: pad them in the data set to one public length"
 _DIFFERS = (
-    "collate_fn gets each record alone. Of synthetic records that makes another batch than all at"
-    " once: do not use other records or their number, as mixup does, or vouch by"
+    "collate_fn gets each record alone, but for synthetic records this gives another batch than all"
+    " at once: do not use other records or their number, as mixup does, or vouch by"
     " assume_independent_records=True"
 )
 
 
 class _DeliveringCollate:
-    """A collate function of the main process, which delivers the parts of a draw that Opacus'
-    BatchMemoryManager takes. All else is delivered by the loader, or is an ordinary batch.
+    """A collate function of the main process. It delivers the parts of a draw that Opacus'
+    BatchMemoryManager makes. The loader delivers all other batches.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class _DeliveringCollate:
         sampler.before_part = self._begin
 
     def _begin(self) -> None:
-        """The records of a part are read next."""
-        self._reading.close()  # of a part whose records could not be read
+        """Called before the records of a part are read."""
+        self._reading.close()  # an earlier part whose records could not be read
         self._reading.enter_context(self._private_numbers())
 
     def __call__(self, records: list[Any]) -> Any:
@@ -87,7 +87,7 @@ class _DeliveringCollate:
 
 
 class _WorkerInit:
-    """A worker's own random numbers, then what the user has it do."""
+    """Seed a worker's random numbers, then run the user's ``worker_init_fn``."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
@@ -108,23 +108,23 @@ def _refuse(_: PoissonLoader, value: Any) -> None:
 
 
 class PoissonLoader(DPDataLoader):
-    """Delivers the batches that a :class:`PoissonSampler`, or one of another scheme, draws.
+    """Delivers the batches of a :class:`PoissonSampler`, or of a sampler with another scheme.
 
-    A batch waits until it was stepped on. A new pass, ``next(iter(loader))`` included, begins with
-    the batches that wait: looking at batches changes nothing, and a pass that ``break`` leaves goes
-    on in the next one.
+    A batch waits until a step is taken on it. A new pass, also ``next(iter(loader))``, begins with
+    the waiting batches. So looking at batches changes nothing, and after a ``break`` the next pass
+    continues.
 
     Args:
-        data_loader: the user's loader. Its data set, collate function and worker settings are taken
-            over; a collate function other than torch's own is called for each record alone.
+        data_loader: the user's loader. Its data set, collate function and worker settings are used;
+            a collate function other than torch's own is called for each record alone.
         sample_rate: q in (0, 1].
-        ranks: the ranks that share the draws; None: there is one.
-        draws: the sampler, called with its arguments.
+        ranks: the ranks that share the draws; None: a single process.
+        draws: the class of the sampler, or a function that makes one.
 
-    **Privacy.** The batches are data; nothing is released. Draws use the generator of
-    ``data_loader`` if it has one (its seed is then a secret like the noise's), else fresh entropy
-    of the operating system, anew in each forked process and each copy. How many steps are taken,
-    and at which lr, must not be decided by looking at batches.
+    **Privacy.** Nothing is released, but the batches are private data. Draws use the generator of
+    ``data_loader`` if it has one (keep its seed as secret as that of the noise), else fresh entropy
+    from the operating system, in each forked process and each copy. The number of steps, and their
+    lr, must not depend on the contents of batches.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PoissonLoader(DPDataLoader):
             before = data_loader.sampler_of_draws
             if ranks is None and before.ranks is not None:
                 raise ArgumentError(
-                    "several ranks share this loader's draws, but here only one is known: make the"
+                    "several ranks share this loader's draws, but this call uses only one: make the"
                     " loader in one process",
                     code="ranks-alone",
                 )
@@ -155,12 +155,12 @@ class PoissonLoader(DPDataLoader):
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
         settings["batch_sampler"] = sampler
         self._aside: PoissonLoader | None = None
-        self._batched: DataLoader[Any] | None = None  # the same batches, read at once
+        self._batched: DataLoader[Any] | None = None  # reads each batch at once
         then = getattr(data_loader.worker_init_fn, "then", data_loader.worker_init_fn)
-        # not with worker_init_fn, which may look for the user's data set
+        # not with a worker_init_fn, which may access the user's data set
         is_at_once = then is None and self.recordwise.is_torchs and BatchedDataset.fits(dataset)
         is_alone = reads_whole_batches(dataset)
-        # a batch that torch's own code reads at once needs no random numbers
+        # torch's own code, which reads a batch at once, draws no random numbers
         self._private_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         if not is_at_once:
             devices = {t.device for t in tensors_in(collate_fn([record]))}
@@ -190,8 +190,8 @@ class PoissonLoader(DPDataLoader):
             f" average, {len(self)} batches a pass{shared})"
         )
 
-    # Read-only: steps are charged for the rate, parts of a draw need the main process, and the
-    # collate function keeps records apart.
+    # Read-only: steps are charged for the rate, parts of a draw need the main process, and only
+    # this collate function separates records.
     num_workers = property(lambda self: self.__dict__["num_workers"], _refuse)
     collate_fn = property(lambda self: self.__dict__["collate_fn"], _refuse)
     sample_rate = property(lambda self: self.sampler_of_draws.sample_rate, _refuse)
@@ -199,23 +199,23 @@ class PoissonLoader(DPDataLoader):
         lambda self: self.sample_rate * self.sampler_of_draws.num_samples
     )
 
-    # it knows what was drawn and delivered
+    # keeps track of draws and deliveries
     sampler_of_draws: PoissonSampler = property(attrgetter("batch_sampler"))  # type: ignore[assignment]
 
     def aside(self) -> PoissonLoader:
-        """A loader with draws of its own, always the same: one that got no release comes again."""
+        """A second loader with separate draws, always the same; it repeats draws without a step."""
         if self._aside is None:
             self._aside = PoissonLoader(self, self.sample_rate)
         return self._aside
 
     @staticmethod
     def every_record(loader: DataLoader[Any]) -> Iterable[Any]:
-        """All records of a loader once each, in the data set's order, collated each alone."""
+        """All records of a loader, once and in order; each record is collated alone."""
         dataset: Any = getattr(loader, "dataset", None)
         if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
             raise ArgumentError(
-                "every record is read once: pass a torch.utils.data.DataLoader over a map-style"
-                " data set (__len__ and __getitem__)",
+                "each record must be read exactly once: pass a torch.utils.data.DataLoader over a"
+                " map-style data set (__len__ and __getitem__)",
                 code="loader-iterable",
             )
         require_no_repeats(dataset)
@@ -225,12 +225,12 @@ class PoissonLoader(DPDataLoader):
         return _EveryRecord(dataset, batch_size=_ROWS, collate_fn=collate)
 
     def num_charges(self, epochs: int) -> int:
-        """How often the accountant is charged for so many passes."""
+        """The number of charges for so many passes."""
         return epochs * len(self) // self.sampler_of_draws.steps_per_charge
 
     def __iter__(self) -> Iterator[Any]:
         sampler, this, process = self.sampler_of_draws, 0, this_process()
-        if self.num_workers > 0:  # errors of samplers in torch's loop close workers' pipes twice
+        if self.num_workers > 0:  # in torch's loop an error would close workers' pipes twice
             sampler.look_at_data()
         for batch in self._read():
             if self.num_workers > 0 and this_process() != process:
@@ -258,9 +258,9 @@ class PoissonLoader(DPDataLoader):
 def _private_numbers(
     sampler: PoissonSampler, devices: Iterable[torch.device]
 ) -> AbstractContextManager[None]:
-    """The context in which records are read. It has secret random numbers: augmentations are drawn
-    one after another, so one more record changes those of the others, for anyone who knows the
-    program's seeds.
+    """The context for reading records, with secret random numbers. Augmentations are drawn one
+    after another, so an added record changes those of others, and anyone who knows the program's
+    seeds could see this.
     """
     rank = 0 if sampler.ranks is None else sampler.ranks.rank
     return PrivateRandomness(sampler.generator, rank)((*devices, *OF_RECORDS))
@@ -288,7 +288,7 @@ class _EveryRecord(DataLoader[Any]):
 
 
 def users_collate(data_loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
-    """The user's collate function, also of a loader that was made private before."""
+    """The user's collate function, also if the loader was made private before."""
     collate_fn: Any = data_loader.collate_fn
     while hasattr(collate_fn, "wrapped_collator_fn"):
         collate_fn = collate_fn.wrapped_collator_fn
@@ -296,8 +296,8 @@ def users_collate(data_loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``default_collate`` runs none of the user's code for a value of this type: it builds
-    containers of the record's own types, and stacks tensors of theirs.
+    """Whether ``default_collate`` runs no code of the user for this value. It would for the user's
+    own types of containers and tensors, which it builds and stacks.
     """
     kind = type(value)
     if isinstance(value, (Mapping, list, tuple)):
@@ -313,10 +313,10 @@ def _layout(part: Any) -> str:
 
 
 class RecordwiseCollate:
-    """Gives a collate function each record alone, so that no batch mixes records. One that keeps
-    records apart, as torch's own does and the user vouches of others, is given whole batches.
+    """Calls a collate function with each record alone, so that no batch mixes records. Torch's own
+    function, and one that the user vouches for, get whole batches.
 
-    A batch without records is ``like`` that of others, as is the nesting of all batches.
+    The records ``like`` define the nesting of all batches, and an empty batch.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class RecordwiseCollate:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether the function is torch's own, and calls none that were registered with it."""
+        """Whether the function is torch's own, without functions registered by the user."""
         if self.wrapped_collator_fn is not default_collate:
             return False
         for function in default_collate_fn_map.values():
@@ -350,8 +350,8 @@ class RecordwiseCollate:
             raise ArgumentError(_FIELDS, code="loader-collate")
         if any(t.requires_grad for t in tensors_in(batch)):
             raise ArgumentError(
-                "the data set or collate_fn makes tensors that require grad, and would train"
-                " without clipping and noise: move this into the model, or detach() them",
+                "the data set or collate_fn returns tensors that require grad, so it would be"
+                " trained without clipping and noise: detach() them, or move this into the model",
                 code="loader-collate",
             )
         return batch
@@ -359,28 +359,28 @@ class RecordwiseCollate:
     def _batch_of(self, records: Any) -> Any:
         is_plain = self.is_torchs and all(map(_is_plain, records))
         nestings = [*map(nesting_of, records)] if is_plain else []
-        if any(nesting != nestings[0] for nesting in nestings):  # torch takes the first for all
+        if any(nesting != nestings[0] for nesting in nestings):  # torch uses the first for all
             raise ArgumentError(_FIELDS, code="loader-collate")
         if self._is_vouched or is_plain:
             try:
                 return self.wrapped_collator_fn(records)
-            except RuntimeError as error:  # whose text has shapes of records
+            except RuntimeError as error:  # its text contains shapes of records
                 if "equal size" in str(error):
                     raise ArgumentError(_SHAPES, code="loader-collate") from None
                 raise
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
-            # what is no tensor is the same for all records
+            # values other than tensors must be the same for all records
             is_row = [t.dim() > 0 and len(t) == 1 for t in tensors_in(parts[0])]
             if all(is_row) and len({*map(_layout, parts)}) == 1:
                 columns = zip(*map(tensors_in, parts), strict=True)
-                # plain tensors, so that no class of the user's sees all records; marks stay
+                # plain tensors, so that no user class gets all records; Derived keeps its marks
                 plain = ([t if isinstance(t, Derived) else as_plain(t) for t in c] for c in columns)
                 whole = [torch.cat(column) for column in plain]
                 rest = iter(whole)
                 batch = map_tensors(parts[0], lambda _: next(rest))
                 found = [(id(t), writes_into(t)) for t in tensors_in(batch)]
-                if found == [(id(t), 0) for t in whole]:  # no container's own code changed them
+                if found == [(id(t), 0) for t in whole]:  # no container changed them
                     return batch
         raise ArgumentError(
             "collate_fn gets each record alone, and must return tensors with one row and the same"
@@ -390,9 +390,9 @@ class RecordwiseCollate:
         )
 
     def require_same_alone(self, dataset: Any, *, is_vouched: bool = False) -> str:
-        """Raise if synthetic records give something else alone than as a batch, unless the user
-        vouches for it. A function that fails on them is not tested; of a random one, only the
-        shapes are compared. Returns what the user should know, or an empty text.
+        """Raise if the function gives another result for synthetic records alone than for their
+        batch, unless the user vouches for it. A function that fails on them is not tested; for a
+        random one only shapes are compared. Returns a text for the user, or an empty one.
         """
         self._is_vouched |= is_vouched
         if len(dataset) == 0 or (self.is_torchs and _is_plain(dataset[0])):
@@ -417,7 +417,7 @@ class RecordwiseCollate:
 
 
 def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-    """Raise if a record changes while others are read: a batch would hold its last one often."""
+    """Raise if reading other records changes a record: a batch would repeat its last one."""
     looks: list[list[Tensor]] = []
     others = {1, len(dataset) // 2, len(dataset) - 1} - {0, len(dataset)}
     for positions in (set[int](), set[int](), others):
@@ -438,9 +438,9 @@ def _no_empty_batch(record: Any, what: str) -> ArgumentError:
     texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
     what = f"{', '.join(texts)} is text" if texts else what
     return ArgumentError(
-        "Poisson sampling needs an empty batch at times, and none can be made of these records:"
-        f" {what}. Records are tensors and numbers, in tuples, lists or dicts; leave names and"
-        " paths out.",
+        "Poisson sampling sometimes needs an empty batch, but these records do not allow one:"
+        f" {what}. Use records of tensors and numbers, in tuples, lists or dicts; leave out names"
+        " and paths.",
         code="loader-collate",
     )
 
@@ -448,7 +448,7 @@ def _no_empty_batch(record: Any, what: str) -> ArgumentError:
 def _tensors(
     collate_fn: Callable[[list[Any]], Any], records: list[Any], seed: int
 ) -> list[Tensor] | None:
-    """The tensors of a batch of synthetic records; None if the function fails on them."""
+    """The tensors of a batch of synthetic records; None if the function fails."""
     with seeded(seed):
         try:
             return list(tensors_in(collate_fn(records)))
@@ -457,14 +457,14 @@ def _tensors(
 
 
 def _are_close(found: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
-    """Whether the numbers of tensors are equal up to the tolerance, NaN to NaN."""
+    """Whether the tensors are equal up to the tolerance; NaN equals NaN."""
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (*found, *others)]
     pairs = zip(wide[: len(found)], wide[len(found) :], strict=True)
     return all(torch.allclose(a, b, tolerance, tolerance, equal_nan=True) for a, b in pairs)
 
 
 def _like(value: Any, generator: torch.Generator) -> Any:
-    """Numbers of the same shape and type: parts of one, or labels of two classes."""
+    """Random values of the same shape and type: fractions, or labels 0 and 1."""
     if isinstance(value, Tensor):
         uniform = torch.rand(value.shape, generator=generator)
         return (uniform if value.is_floating_point() else uniform < 0.5).to(value.dtype)

@@ -1,7 +1,7 @@
 """Random subsets of the records, with exactly the distribution that is charged.
 
-Randomness is words of 63 independent bits, and arithmetic on them is of whole numbers: nothing is
-rounded, and every record is treated alike.
+Random numbers are words of 63 independent bits, and all arithmetic on them is integer arithmetic:
+nothing is rounded, and the algorithm is the same for every record.
 
 **Each record independently with probability q**, :class:`SparseSubset`. Let x = L/N for a whole
 number L with 1 - e⁻ˣ ≥ q. Throw T ~ Poisson(L) darts at the N records, each at a uniform one. The
@@ -12,16 +12,18 @@ probability is
 
 So records are hit independently, each with probability 1 - e⁻ˣ. A record that is hit stays with
 probability q / (1 - e⁻ˣ), again independently. Every record therefore joins with probability q,
-which is neither rounded nor dependent on N. About L ≈ qN darts are thrown, whatever N is.
+which is not rounded and does not depend on N. For any N, about L ≈ qN darts are thrown.
 
-Three things have to be drawn exactly. *A record for a dart*: a word modulo N; words at or above
-the largest multiple of N are drawn again. *T*: the sum of L independent Poisson(1) numbers, each
-the number of values F(0), F(1), … of that distribution function at or below a uniform number.
-*Which hits stay*: those whose uniform number is below q / (1 - e⁻ˣ). The last two compare a uniform
-number with real ones digit by digit, by as many digits as it takes (:class:`ExactInversion`).
+Three draws must be exact. *The record of a dart* is a word modulo N; words at or above the largest
+multiple of N are drawn again. *T* is the sum of L independent Poisson(1) numbers. Each of these is
+the number of values F(0), F(1), … of the Poisson(1) distribution function at or below a uniform
+number. *A hit stays* if a uniform number is below q / (1 - e⁻ˣ). The last two draws compare a
+uniform number with real numbers digit by digit, with as many digits as necessary
+(:class:`ExactInversion`).
 
-**Any m of N records**, :func:`sparse_choice`: the first m different ones of independent uniform
-positions. This is invariant under permutations of the records, so all sets of m are equally likely.
+**m of N records**, :func:`sparse_choice`: the first m different positions in a sequence of
+independent uniform ones. This is invariant under permutations of the records, so all sets of m
+records are equally likely.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-MAX_RECORDS = 2**53  # from here on doubles do not count exactly
+MAX_RECORDS = 2**53  # larger whole numbers are not exact in float64
 _WORD_BITS = 63
-_CELLS = 2**24  # of the unit interval: the values of torch.rand in float32
-_PLACES = 2**53  # in a cell
-_CHUNK = 2**18  # records of a dense subset that are drawn together: 1 MiB of float32
+_CELLS = 2**24  # cells of the unit interval: the values of torch.rand in float32
+_PLACES = 2**53  # places in a cell
+_CHUNK = 2**18  # a dense subset draws so many records at once: 1 MiB of float32
 
 
 def _words(count: int, generator: torch.Generator) -> NDArray[np.int64]:
@@ -58,7 +60,7 @@ def uniform(count: int, values: int, generator: torch.Generator) -> NDArray[np.i
 
 
 def _distinct(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each once, in rising order; several times as fast as ``np.unique``."""
+    """The different positions, in rising order; several times as fast as ``np.unique``."""
     positions.sort()
     is_new = np.ones(len(positions), dtype=bool)
     np.not_equal(positions[1:], positions[:-1], out=is_new[1:])
@@ -66,11 +68,11 @@ def _distinct(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def sparse_choice(num_data: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """``size`` of ``num_data`` positions in rising order, all such sets equally likely, in
-    O(size) while that is well below ``num_data``.
+    """``size`` of ``num_data`` positions in rising order; all such sets are equally likely. Costs
+    O(size) if ``size`` is well below ``num_data``.
     """
     chosen = _distinct(uniform(size, num_data, generator))
-    while len(chosen) < size:  # as many as are missing are never too many
+    while len(chosen) < size:  # draws at most the missing number, so never too many
         more = uniform(size - len(chosen), num_data, generator)
         chosen = _distinct(np.concatenate([chosen, more]))
     return torch.from_numpy(chosen)
@@ -88,13 +90,13 @@ def dense_choice(num_data: int, size: int, generator: torch.Generator) -> torch.
 
 
 class ExactInversion:
-    """For a uniform number: how many of some real numbers in (0, 1) lie at or below it, exactly.
+    """Count exactly how many of some real numbers in (0, 1) are at or below a uniform number.
 
-    The digits of the uniform number are drawn a word at a time. Where they differ from the first
-    digits of a real number, they decide; where they are equal, another word is drawn.
+    The digits of the uniform number are drawn word by word. If they differ from the first digits of
+    each real number, they decide; if they are equal to some, another word is drawn.
 
-    ``digits``: b -> ⌊2ᵇx⌋ for every real number x, rising; of infinitely many, those up to the
-    first whose b digits are all ones.
+    ``digits``: b -> ⌊2ᵇx⌋ for every real number x, in rising order; if there are infinitely many
+    x, up to the first one whose b digits are all ones.
     """
 
     def __init__(self, digits: Callable[[int], list[int]]) -> None:
@@ -102,7 +104,7 @@ class ExactInversion:
         self._first = np.array(self.digits(_WORD_BITS), dtype=np.int64)
 
     def draw(self, count: int, generator: torch.Generator) -> NDArray[np.int64]:
-        """For ``count`` independent uniform numbers."""
+        """The counts for ``count`` independent uniform numbers."""
         words = _words(count, generator)
         passed = self._first.searchsorted(words)
         is_open = self._first.take(passed, mode="clip") == words
@@ -125,7 +127,7 @@ def _digits_of(f: Callable[[Fraction], Fraction], x: Fraction, bits: int) -> int
     """⌊2ᵇ f(e⁻ˣ)⌋ for a monotone f and a rational x in (0, 1] with irrational f(e⁻ˣ)."""
     above = term = Fraction(1)
     i = 0
-    while True:  # partial sums of the alternating, falling terms of e⁻ˣ are bounds that converge
+    while True:  # the series of e⁻ˣ alternates with falling terms: partial sums are bounds
         below = above - (term := term * x / (i + 1))
         above = below + (term := term * x / (i + 2))
         i += 2
@@ -133,7 +135,7 @@ def _digits_of(f: Callable[[Fraction], Fraction], x: Fraction, bits: int) -> int
             return digits
 
 
-@functools.cache  # the same for all data sets
+@functools.cache  # all data sets use the same digits
 def poisson_digits(bits: int) -> list[int]:
     """Digits of F(0), F(1), … for Poisson(1): F(k) = e⁻¹ Σ_{i≤k} 1/i!."""
     digits, terms, k = [0], Fraction(0), 0
@@ -163,16 +165,16 @@ class SparseSubset:
 
 
 class DenseSubset:
-    """Each position joins independently, by a random number for each, in O(N).
+    """Each position joins independently, by its own random number, in O(N).
 
-    The rate in force is at most 2⁻⁷⁷ below q, and never above. float32 numbers tell 2²⁴ cells of
-    the unit interval apart; only records in the cell that q divides need their place in it.
+    The actual rate is at most 2⁻⁷⁷ below q, and never above. A float32 number selects one of 2²⁴
+    cells of the unit interval. Only records in the cell that contains q also draw a place in it.
     """
 
     def __init__(self, num_data: int, rate: float) -> None:
         self._num_data = num_data
         cell, rest = divmod(rate * _CELLS, 1.0)
-        # the rate in force is cell + place·2⁻⁵³·2⁻²⁴
+        # the actual rate is cell + place·2⁻⁵³·2⁻²⁴
         self.cell, self.place = cell / _CELLS, int(rest * _PLACES)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Poisson sampler of a private loader: each of its draws is used for exactly one step."""
+"""The Poisson sampler of a private loader: each draw is used for exactly one step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .poisson_sampling import MAX_RECORDS, DenseSubset, SparseSubset
 if TYPE_CHECKING:
     from ..accounting.accountant import PrivacyAccountant
 
-_DENSE_RATE = 1 / 16  # from here on a random number for every record costs no more than darts
-_MAX_BATCHES = 2**63  # of a pass
+_DENSE_RATE = 1 / 16  # at larger rates a random number for every record costs no more than darts
+_MAX_BATCHES = 2**63  # in a pass
 
 
 class _Draw(NamedTuple):
@@ -39,20 +39,20 @@ class _Draw(NamedTuple):
 class PoissonSampler(UniformWithReplacementSampler):
     """Each record joins a batch independently with probability q. Other schemes are subclasses.
 
-    Amplification by sampling holds for one step on each draw: who skips a draw because of its
-    records, or because it is empty, has chosen the batch. Draws therefore form one sequence. A draw
-    waits until a step was taken on all of its records. A pass begins with the draws that wait, and
-    a step on a later draw is refused while an earlier one waits. A forked process draws a sequence
-    of its own, and so does a copy, pickled or not.
+    Amplification by sampling holds if each draw gets exactly one step: skipping a draw because of
+    its records, or because it is empty, means choosing the batch. Draws therefore form one
+    sequence. A draw waits until a step is taken on all of its records. A pass begins with the
+    waiting draws, and a step on a later draw is refused while an earlier one waits. A forked
+    process, and a copy (pickled or not), draws a different sequence.
 
-    Several ranks draw the same batch from one stream, and rank r of W takes its records r, r + W,
-    r + 2W, …: no record is on two ranks, and which records join does not depend on W.
+    Several ranks draw the same batch from one stream. Rank r of W uses the records at the positions
+    r, r + W, r + 2W, …, so no record is on two ranks, and the batch does not depend on W.
 
-    For q < 1/16 a draw costs O(qN), and the rate in force is q itself (:mod:`.poisson_sampling`).
-    At larger rates it costs O(N), and the rate in force is at most 2⁻⁷⁷ below q, never above.
+    For q < 1/16 a draw costs O(qN), and the actual rate is q itself (:mod:`.poisson_sampling`). At
+    larger rates it costs O(N), and the actual rate is at most 2⁻⁷⁷ below q, never above.
 
-    Each draw takes 256 bits of a generator of the caller's, and is seeded by their hash, so that
-    draws of overlapping streams are independent; equal bits are refused in one process.
+    With a caller's generator each draw is seeded by a hash of its next 256 bits, so draws of
+    overlapping streams are independent. In one process, equal bits are refused.
 
     Args:
         num_data: number of records N of all ranks, at most 2⁵³.
@@ -60,11 +60,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         generator: the caller's, on the CPU; None: the operating system's entropy.
         num_workers, ranks: those of the loader.
 
-    **Privacy.** Nothing is released; draws are data. Rate, number of records and generator are
-    read-only, as steps are charged for them.
+    **Privacy.** Nothing is released, but draws are private data. Rate, number of records and
+    generator are read-only, because steps are charged for them.
     """
 
-    # names of the scheme and of its batches, and how many releases are charged together
+    # names of the scheme and of its batches, and the number of releases of one charge
     scheme, batches, steps_per_charge = "poisson", "Poisson batches", 1
 
     def __init__(
@@ -82,12 +82,12 @@ class PoissonSampler(UniformWithReplacementSampler):
             )
         if num_data > MAX_RECORDS:
             raise ArgumentError(
-                f"{num_data} records are more than 2**53, so positions are not exact in double"
-                " precision: train on a part, torch.utils.data.Subset"
+                f"{num_data} records are more than 2**53, so positions are not exact in float64:"
+                " train on a part, torch.utils.data.Subset"
             )
         if generator is not None and generator.device.type != "cpu":
             raise ArgumentError(
-                "batches are drawn on the CPU, but the DataLoader's generator= lives on"
+                "batches are drawn on the CPU, but the DataLoader's generator= is on"
                 f" {generator.device}: pass torch.Generator()",
                 code="loader-generator",
             )
@@ -98,19 +98,19 @@ class PoissonSampler(UniformWithReplacementSampler):
         count, _ = self.drawn
         self._is_sparse = sample_rate < _DENSE_RATE and count > 0
         self._subset = (SparseSubset if self._is_sparse else DenseSubset)(count, sample_rate)
-        self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier ones
-        self.before_part: Callable[[], None] = lambda: None  # of a draw, before it is read
+        self.before_delivery: Callable[[], None] = lambda: None  # drops earlier batches' gradients
+        self.before_part: Callable[[], None] = lambda: None  # runs before a part of a draw is read
         # makes batches whose operations run for each record alone; None: ordinary tensors
         self.delivery: Callable[[Any, int], Any] | None = None
-        self._dataset: Any = None  # whose positions are drawn
-        self._arrangement: Arrangement | None = None  # as it was when last looked at
-        # where steps are charged, and the noise multiplier of a calibration kept for the end
+        self._dataset: Any = None  # the data set whose positions are drawn
+        self._arrangement: Arrangement | None = None  # at the last check
+        # the accountant of the steps, and the noise multiplier of a calibration at the end
         self.accountant: PrivacyAccountant | None = None
         self.reserved: float | None = None
         self.passes = 0
         self.draw = 0  # changes with every delivery of a new draw
-        self.checksum = 0  # of the draw delivered last
-        # data, which must not leave the library: this rank's records in the draw, and in the batch
+        self.checksum = 0  # of the draw that was delivered last
+        # private, must not leave the library: number of this rank's records in draw and batch
         self.size = self.part_size = 0
         self._process = this_process()
         self._renew(fresh_generator() if generator is None else generator)
@@ -119,14 +119,14 @@ class PoissonSampler(UniformWithReplacementSampler):
     num_samples = property(attrgetter("_num_data"))  # Opacus' name
     sample_rate = property(attrgetter("_sample_rate"))
     steps = property(attrgetter("_steps"))  # batches of a pass
-    generator = property(attrgetter("_user_generator"))  # nobody's but the sampler's: None
+    generator = property(attrgetter("_user_generator"))  # None: no caller's generator
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._is_shared:
             raise ArgumentTypeError(
                 "a private loader with your own generator, or on several ranks, cannot be copied:"
-                " both would draw the same batches. Use PrivacyEngine.make_private on a"
-                " DataLoader for the copy.",
+                " both would draw the same batches. Call PrivacyEngine.make_private on a second"
+                " DataLoader.",
                 code="copied",
             )
         self.look_at_data()
@@ -140,25 +140,25 @@ class PoissonSampler(UniformWithReplacementSampler):
     def _renew(self, generator: torch.Generator) -> None:
         """Begin a new sequence of draws."""
         self._stream = generator
-        # whose pass it is, and what makes it one's alone; a fork copies no other threads
+        # the thread of the pass, and a new lock: a fork copies no other threads
         self._thread, self._lock = threading.current_thread(), threading.Lock()
         self._thread_id = get_ident()
-        self._draws = deque[_Draw]()  # drawn, and not yet stepped on
-        # of a resumed run: states from which the draws that wait are drawn again, first
+        self._draws = deque[_Draw]()  # draws without a step
+        # in a resumed run: generator states from which the waiting draws are repeated first
         self._waiting = deque[torch.Tensor]()
 
     def _begin(self) -> None:
-        """Begin a pass, with the draws that wait."""
-        self._handed = 0  # draws of this pass that the loader took
-        self._delivered = 0  # draws of this pass that it handed out
-        self._is_ready = False  # a batch was delivered and not yet stepped on
-        self._is_last = True  # it completes its draw
-        self._is_missed = False  # a batch of this pass was delivered and never stepped on
+        """Begin a pass, with the waiting draws."""
+        self._handed = 0  # draws of this pass that the loader has read
+        self._delivered = 0  # draws of this pass that the loader has delivered
+        self._is_ready = False  # a batch was delivered and has no step yet
+        self._is_last = True  # this batch completes its draw
+        self._is_missed = False  # a batch of this pass was delivered and got no step
         self._is_part_due = False  # Opacus announced a part of a draw that is not collated yet
         self.draw += 1
 
     def _enter_process(self) -> None:
-        """A forked child begins a sequence of its own, with randomness of its own."""
+        """In a forked child begin a new sequence with fresh randomness."""
         if this_process() != self._process:
             self.require_own_process()
             self._renew(fresh_generator())
@@ -171,47 +171,47 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self.generator is not None or self.ranks is not None
 
     def require_own_process(self) -> None:
-        """Raise in a forked child whose draws would be its parent's."""
+        """Raise in a forked child that would repeat its parent's draws."""
         if this_process() != self._process and self._is_shared:
             raise StateError(
-                "this private loader was made in another process, and a forked child draws the same"
-                " batches. Call make_private inside the child on a DataLoader with another"
+                "this private loader was made in another process, and a forked child would draw the"
+                " same batches. Call make_private in the child on a DataLoader with another"
                 " generator=, or without one.",
                 code="forked",
             )
 
     def _enter_thread(self, *, begins: bool = False) -> None:
-        """A pass belongs to the thread that began it: gradients of two would be added up. Another
-        thread may begin one while no batch is out. Under the lock.
+        """Raise unless this thread owns the pass: gradients of two threads would be added up. A
+        thread may begin and own a pass while no batch waits for a step. Call under the lock.
         """
         before = self._thread
         if begins and (not self._delivered or not before.is_alive()):
             self._thread, self._thread_id = threading.current_thread(), get_ident()
         elif get_ident() != self._thread_id:
             raise StateError(
-                "another thread took a batch of this private loader that got no step yet: take its"
-                " step there, or call make_private for each thread, with one accountant.",
+                "another thread took a batch of this private loader and has not stepped on it: step"
+                " there first, or call make_private for each thread, with one accountant.",
                 code="loader-two-passes",
             )
 
     # -- the data set ------------------------------------------------------------------------------
 
     def watch(self, dataset: Any) -> None:
-        """Positions of this data set are drawn."""
-        if self._dataset is None:  # in a shallow copy of the loader it is known
+        """Set the data set whose positions are drawn."""
+        if self._dataset is None:  # a shallow copy of the loader has it already
             self._dataset = dataset
             self.look_at_data()
 
     def look_at_data(self) -> None:
-        """Raise if there are more or fewer records than are charged for, if some are there several
-        times, or if they moved while they must not.
+        """Raise if the number of records has changed, if records repeat, or if records were moved
+        although their order matters.
         """
         if self._dataset is None:
             return
         if (count := len(self._dataset)) != self.num_samples:
             raise StateError(
-                f"the data set has {count} records now, and had {self.num_samples} when it was"
-                " made private: put them back, or call make_private again.",
+                f"the data set has {count} records now, but had {self.num_samples} when it was"
+                " made private: restore it, or call make_private again.",
                 code="data-changed",
             )
         if (now := Arrangement(self._dataset)) == self._arrangement:
@@ -227,8 +227,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._arrangement = now
 
     def _why_in_order(self) -> str:
-        """Why the records must stay in their order; empty: they need not."""
-        return "" if self.ranks is None else "and ranks share them by position"
+        """The reason why the order of the records must not change; empty if it may change."""
+        return "" if self.ranks is None else "but ranks share records by position"
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             source = torch.Generator("cpu").set_state(self._waiting[0])
         state = source.get_state()
         stream = stream_of_key("a batch", source, ["a batch"], "cpu")
-        if self._waiting:  # not before: it may have raised
+        if self._waiting:  # only now, because the line above may raise
             self._waiting.popleft()
         return self._share(self._joining(stream), state)
 
@@ -283,7 +283,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self._subset.draw(stream)
 
     def _share(self, joining: torch.Tensor, state: torch.Tensor | None) -> _Draw:
-        """A draw of these records, of which this rank has its share."""
+        """The draw of these records; it contains this rank's share of them."""
         if self.ranks is None:
             return _Draw(joining, 0, state)
         own = joining[joining % self.ranks.size == self.ranks.rank]
@@ -294,15 +294,15 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self._stream.get_state()
 
     def draw_from(self, state: torch.Tensor) -> None:
-        """Draw what rank 0 draws, unless the caller's generators do so already."""
+        """Draw the same batches as rank 0; with callers' generators they are the same already."""
         if self.generator is None:
             self._renew(self._stream.set_state(state))
 
     # -- one step on each draw ---------------------------------------------------------------------
 
     def takes_part(self, records: int) -> bool:
-        """Whether so many records are the part of a draw that was announced last. They are none
-        where another loader borrows the collate function.
+        """Whether a collated batch of so many records is the part of a draw that is due. It is not
+        if another loader uses the collate function.
         """
         is_due, self._is_part_due = self._is_part_due, False
         if is_due:
@@ -310,11 +310,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         return is_due
 
     def delivered(self, *, is_part: bool = False, is_last: bool = True) -> None:
-        """The loader hands out the next draw, or Opacus' BatchMemoryManager a part of it."""
+        """Called when the loader delivers a draw, or Opacus' BatchMemoryManager a part of it."""
         if is_part and self.num_workers > 0:
             raise StateError(
-                "BatchMemoryManager with num_workers > 0 prefetches batches, so two draws could"
-                " mix in one step. Build the DataLoader with num_workers=0.",
+                "BatchMemoryManager with num_workers > 0 prefetches batches, so one step could mix"
+                " two draws. Build the DataLoader with num_workers=0.",
                 code="loader-memory-manager",
             )
         self._enter_process()
@@ -323,12 +323,12 @@ class PoissonSampler(UniformWithReplacementSampler):
                 self._enter_thread()
             self.before_delivery()
             self._is_missed |= self._is_ready
-            if self._is_last or not is_part:  # of a new draw
+            if self._is_last or not is_part:  # a new draw begins
                 self._is_missed |= self._delivered > 0
                 if self._delivered == self._handed:
                     raise StateError(
                         "this batch was drawn in another pass over the private loader, or by the"
-                        " process from which this one was forked: begin a new pass",
+                        " parent of this forked process: begin a new pass",
                         code="loader-no-batch",
                     )
                 draw = self._draws[self._delivered]
@@ -341,15 +341,15 @@ class PoissonSampler(UniformWithReplacementSampler):
             self.before_part()
 
     def use(self) -> bool:
-        """The optimizer steps on the batch delivered last; returns whether it completes its
-        draw.
+        """Called when the optimizer steps on the last delivered batch. Returns whether this batch
+        completes its draw.
         """
         if not self._is_ready or this_process() != self._process:
             self.require_own_process()
             raise StateError(
-                "no new batch came from the private loader since the last step, or since this"
-                " process was forked: take one for each step() from it, not from a loader that"
-                " accelerate or Fabric made.",
+                "the private loader delivered no new batch since the last step, or since this"
+                " process was forked: take one batch from it for each step(), not from a loader"
+                " that accelerate or Fabric made.",
                 code="loader-no-batch",
             )
         if get_ident() != self._thread_id:
@@ -358,31 +358,29 @@ class PoissonSampler(UniformWithReplacementSampler):
         if self._is_missed:
             raise StateError(
                 "an earlier batch of this pass over the private loader got no step: call backward()"
-                " and step() on every batch, empty ones included, before the next one is taken."
+                " and step() on every batch, also on empty ones, before you take the next one."
                 " Opacus' BatchMemoryManager accumulates gradients.",
                 code="loader-no-step",
             )
         return self._is_last
 
     def mark_used(self) -> None:
-        """The optimizer made a release of the draw. A step that fails before leaves it waiting."""
+        """Called after a release from the draw. If a step fails before, the draw still waits."""
         self._draws.popleft()
         self._handed, self._delivered = self._handed - 1, 0
 
     @property
     def drawn(self) -> tuple[int, str]:
-        """The number and the name of the drawn units (records or users)."""
+        """The number of units that are drawn, and their name (records or users)."""
         return self._num_data, "records"
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
-        """The event of ``steps_per_charge`` Gaussian sums over draws, of this noise multiplier."""
+        """The event of ``steps_per_charge`` Gaussian sums over draws, with this noise."""
         rate = self.sample_rate
         return gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
 
     def position(self) -> dict[str, Any]:
-        """Positions of the caller's generator: before each draw that waits for its step, and
-        now.
-        """
+        """States of the caller's generator: before each waiting draw, and the present one."""
         states = torch.stack([*self._waiting_states(), self._stream.get_state()])
         event = repr(self.event(GaussianDpEvent(1.0)))
         return {"states": states, "of": [self.num_samples, event]}
@@ -391,18 +389,18 @@ class PoissonSampler(UniformWithReplacementSampler):
         return [*(draw.state for draw in self._draws if draw.state is not None), *self._waiting]
 
     def require_position(self, position: dict[str, Any]) -> None:
-        """Raise unless the draws that waited at ``position`` can be drawn again."""
+        """Raise unless the draws that waited at ``position`` can be repeated."""
         own = self.position()
         is_unfinished = len(position["states"]) > 1
         if position.keys() != own.keys() or (is_unfinished and position["of"] != own["of"]):
             raise CheckpointError(
-                "the saved run drew its batches in another way, or has an unfinished draw or pass"
-                " of other data or batches: keep data, batch size and sampling=, or leave out"
+                "the saved run used another sampling scheme, or has an unfinished draw or pass with"
+                " other data or batches: keep data, batch size and sampling=, or leave out"
                 " generator=."
             )
 
     def resume(self, position: dict[str, Any]) -> None:
-        """Go on from where a saved run was, in a new pass: first with the draws that waited."""
+        """Continue a saved run in a new pass; the draws that waited come first."""
         *waiting, here = (state.clone() for state in position["states"])
         self._renew(self._stream.set_state(here))
         self._waiting.extend(waiting)

@@ -1,5 +1,5 @@
-"""Sampling schemes other than Poisson draws of records, each with the event it is charged as:
-truncated Poisson draws, fixed size, random allocation, and Poisson draws of users.
+"""Other sampling schemes than Poisson draws of records, with their events: truncated Poisson draws,
+fixed size, random allocation, and Poisson draws of users.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .sampler import PoissonSampler, _Draw
 
 
 class TruncatedPoissonSampler(PoissonSampler):
-    """Poisson draws; those of more than ``max_batch_size`` records are cut to so many at random, on
-    all ranks together.
+    """Poisson draws. From a draw of more than ``max_batch_size`` records (on all ranks together) so
+    many are chosen at random.
     """
 
     scheme, batches = "truncated_poisson", "truncated Poisson batches"
@@ -54,7 +54,7 @@ class TruncatedPoissonSampler(PoissonSampler):
 
 
 class FixedSizeSampler(PoissonSampler):
-    """Batches of one size, drawn without replacement, independently of each other."""
+    """Batches of fixed size, each drawn without replacement, independently of each other."""
 
     scheme, batches = "fixed_size", "batches of fixed size"
 
@@ -72,10 +72,10 @@ class RandomAllocationSampler(PoissonSampler):
     """Random allocation: in each pass every record joins one of the pass's t batches, uniformly and
     independently.
 
-    A pass is charged at its first release, at that step's noise. Later steps of it may have more
-    noise, not less. A pass that was interrupted goes on in the next one, which ends with it. A step
-    that fails after its charge is charged again, with a whole pass. A pass is drawn at once, in
-    O(N). ``sample_rate`` is 1/t.
+    A whole pass is charged at its first release, with the noise of this step. Later steps of the
+    pass may have more noise, not less. The next loop over the loader continues an interrupted pass
+    and ends with it. If a step fails after its charge, a whole pass is charged again. All batches
+    of a pass are drawn together, in O(N). ``sample_rate`` is 1/t.
     """
 
     scheme, batches = "random_allocation", "batches by random allocation"
@@ -91,9 +91,9 @@ class RandomAllocationSampler(PoissonSampler):
 
     def _begin_allocation(self) -> None:
         self._allocation: list[torch.Tensor] = []  # the batches of this pass; empty: not yet drawn
-        self._allocation_state: torch.Tensor | None = None  # of the generator before
-        self._released = 0  # how many of them were released
-        self._charged_noise: float | None = None  # the noise multiplier that the pass is charged at
+        self._allocation_state: torch.Tensor | None = None  # state of the generator before the pass
+        self._released = 0  # the number of batches with a release
+        self._charged_noise: float | None = None  # the noise multiplier in the charge of the pass
         self._is_begun = False  # a release of the next draw was charged, and may have been made
 
     def left_in_pass(self) -> int:
@@ -121,7 +121,7 @@ class RandomAllocationSampler(PoissonSampler):
         return self._allocation[self._released + len(self._draws)]
 
     def is_charged(self, noise_multiplier: float) -> bool:
-        """Whether the pass was charged before; asked before each release."""
+        """Whether the pass is already charged. Call this before each release."""
         if self._charged_noise is None or self._is_begun:
             return False
         if noise_multiplier < self._charged_noise:
@@ -135,7 +135,7 @@ class RandomAllocationSampler(PoissonSampler):
         return True
 
     def mark_charged(self, noise_multiplier: float) -> None:
-        """The next release, and with it the pass, was charged at this noise multiplier."""
+        """Note that the next release, and the pass, was charged with this noise multiplier."""
         before = self._charged_noise
         self._charged_noise = noise_multiplier if before is None else min(noise_multiplier, before)
         self._is_begun = True
@@ -151,7 +151,7 @@ class RandomAllocationSampler(PoissonSampler):
         return super().position() | own
 
     def _waiting_states(self) -> list[torch.Tensor]:
-        """All batches of a pass are drawn from one state."""
+        """All batches of a pass come from one state."""
         state = self._allocation_state
         return [*self._waiting] if state is None else [state]
 
@@ -161,37 +161,37 @@ class RandomAllocationSampler(PoissonSampler):
 
 
 _USER_IDS = (
-    "user_ids must hold the id of each record's user, a whole number or a string for each of {}"
-    " records, all of one kind and none missing"
+    "user_ids must contain the id of each record's user: a whole number or a string for each of {}"
+    " records, all of one type and none missing"
 )
 
 
 class Users:
-    """The user of each record, and how many records of a user may join a batch. Read-only, because
-    steps are charged for these values. Ids are whole numbers or strings, in a tensor, an array, a
-    column or a list.
+    """The user of each record, and the largest number of records of a user in a batch. Read-only,
+    because steps are charged for these values. Ids are whole numbers or strings, in a tensor, an
+    array, a column or a list.
     """
 
     def __init__(self, user_ids: Iterable[Any], num_data: int, records_per_user: int) -> None:
         k = positive_count(records_per_user, "records_per_user")
         users = torch.from_numpy(_numbered(user_ids, num_data))
         self._records_per_user = k
-        # records ordered by user, and where each user's begin
+        # records ordered by user, and the number and the start of each user's records
         self._records = users.argsort(stable=True)
         self._counts = torch.bincount(users)
         self._starts = self._counts.cumsum(0) - self._counts
         self._counted_records = int(self._counts.clamp(max=k).sum())
 
     records_per_user = property(attrgetter("_records_per_user"))  # k
-    # how many records there would be if every user had at most k
+    # the number of records if each user keeps at most k
     counted_records = property(attrgetter("_counted_records"))
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def records_of(self, drawn: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """The positions of the records that these users bring, in rising order: all of a user's
-        records, or k of them, all such sets equally likely.
+        """The positions of these users' records in the batch, in rising order: all of a user's
+        records, or, if there are more than k, a random set of k.
         """
         counts = self._counts[drawn]
         owners = torch.arange(len(drawn), device="cpu").repeat_interleave(counts)
@@ -200,19 +200,19 @@ class Users:
         if bool((counts > self._records_per_user).any()):
             keys = torch.empty(len(records), dtype=torch.int64, device="cpu")
             order = keys.random_(generator=generator).argsort()
-            order = order[owners[order].argsort(stable=True)]  # by user, at random within
+            order = order[owners[order].argsort(stable=True)]  # by user, shuffled for each user
             records = records[order][places < self._records_per_user]
         return records.sort().values
 
 
 def _numbered(ids: Iterable[Any], num_data: int) -> NDArray[np.int64]:
-    """A number from 0 on for each id, the same for equal ones."""
+    """The ids as numbers from 0 on; equal ids have equal numbers."""
     values = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
     if np.ma.is_masked(ids) or values.shape != (num_data,):
         raise ArgumentError(_USER_IDS.format(num_data))
     if values.dtype.kind in "iu":
         return np.unique(values, return_inverse=True)[1].astype(np.int64)
-    # not as NumPy's strings, of which some that differ are equal
+    # not as NumPy strings: some different ids would become equal
     whole = values.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else list(ids)
     if {type(value) for value in whole} not in ({str}, {int}):
         raise ArgumentTypeError(_USER_IDS.format(num_data))
@@ -222,7 +222,7 @@ def _numbered(ids: Iterable[Any], num_data: int) -> NDArray[np.int64]:
 
 class UserSampler(PoissonSampler):
     r"""Each user joins a batch independently with probability q, with at most k of their records,
-    drawn anew for each batch, which holds the share q of ``users.counted_records`` on average.
+    which are drawn again for each batch. The expected batch size is q ``users.counted_records``.
 
     **Privacy.** One step releases :math:`\sum_i \mathrm{clip}(g_i) + zC\xi` over the batch. Each
     user's inclusion and records are drawn independently, so the others' sum r has the same
@@ -230,9 +230,9 @@ class UserSampler(PoissonSampler):
     :math:`N(r, z^2C^2)`, and with the user the mixture
     :math:`(1-q) N(r, z^2C^2) + q \sum_s \pi_s N(r + v_s, z^2C^2)` over the sets s of at most k
     records, with :math:`\|v_s\| \le kC` by the triangle inequality. Hockey-stick divergences are
-    jointly convex, so no mixture over s or r is worse than its worst part, and that is no worse
-    than at :math:`\|v_s\| = kC`: the pair of ``PoissonSampledDpEvent(q, GaussianDpEvent(z / k))``.
-    For a user who takes another's place, couple all pairs of sets: each part is a pair
+    jointly convex, so no mixture over s or r is worse than its worst part. That is no worse than
+    with :math:`\|v_s\| = kC`: the pair of ``PoissonSampledDpEvent(q, GaussianDpEvent(z / k))``.
+    If another user replaces the user, couple all pairs of sets: each part is a pair
     :math:`((1-q) N(r, \cdot) + q N(r + v, \cdot), (1-q) N(r, \cdot) + q N(r + w, \cdot))` with v
     and w within kC, as for a record. q and k are fixed and public.
     """
@@ -256,7 +256,7 @@ class UserSampler(PoissonSampler):
         return len(self._users), "users"
 
     def _why_in_order(self) -> str:
-        return "and user_ids= are those of positions"
+        return "but user_ids= refer to positions"
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         of_a_user = GaussianDpEvent(gaussian.noise_multiplier / self._users.records_per_user)
