@@ -36,7 +36,117 @@ class _Draw(NamedTuple):
     state: torch.Tensor | None  # of the caller's generator before the draw
 
 
-class PoissonSampler(UniformWithReplacementSampler):
+class DrawSequence:
+    """The sequence of draws of one process and one thread: its random stream, the draws that wait
+    for a step, and the position from which a resumed run draws them again.
+    """
+
+    ranks: Ranks | None
+    generator: torch.Generator | None
+    num_samples: int
+    passes: int
+    draw: int
+    event: Any  # of the steps on these draws
+    _process: Any
+
+    def _renew(self, generator: torch.Generator) -> None:
+        """Begin a new sequence of draws."""
+        self._stream = generator
+        # the thread of the pass, and a new lock: a fork copies no other threads
+        self._thread, self._lock = threading.current_thread(), threading.Lock()
+        self._thread_id = get_ident()
+        self._draws = deque[_Draw]()  # draws without a step
+        # in a resumed run: generator states from which the waiting draws are repeated first
+        self._waiting = deque[torch.Tensor]()
+
+    def _begin(self) -> None:
+        """Begin a pass, with the waiting draws."""
+        self._handed = 0  # draws of this pass that the loader has read
+        self._delivered = 0  # draws of this pass that the loader has delivered
+        self._is_ready = False  # a batch was delivered and has no step yet
+        self._is_last = True  # this batch completes its draw
+        self._is_missed = False  # a batch of this pass was delivered and got no step
+        self._is_part_due = False  # Opacus announced a part of a draw that is not collated yet
+        self.draw += 1
+
+    def _enter_process(self) -> None:
+        """In a forked child begin a new sequence with fresh randomness."""
+        if this_process() != self._process:
+            self.require_own_process()
+            self._renew(fresh_generator())
+            self._process = this_process()
+            self._begin()
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether a copy would draw the same batches."""
+        return self.generator is not None or self.ranks is not None
+
+    def require_own_process(self) -> None:
+        """Raise in a forked child that would repeat its parent's draws."""
+        if this_process() != self._process and self._is_shared:
+            raise StateError(
+                "this private loader was made in another process, and a forked child would draw the"
+                " same batches. Call make_private in the child on a DataLoader with another"
+                " generator=, or without one.",
+                code="forked",
+            )
+
+    def _enter_thread(self, *, begins: bool = False) -> None:
+        """Raise unless this thread owns the pass: gradients of two threads would be added up. A
+        thread may begin and own a pass while no batch waits for a step. Call under the lock.
+        """
+        before = self._thread
+        if begins and (not self._delivered or not before.is_alive()):
+            self._thread, self._thread_id = threading.current_thread(), get_ident()
+        elif get_ident() != self._thread_id:
+            raise StateError(
+                "another thread took a batch of this private loader and has not stepped on it: step"
+                " there first, or call make_private for each thread, with one accountant.",
+                code="loader-two-passes",
+            )
+
+    def stream_state(self) -> torch.Tensor:
+        """The position of this rank's random stream."""
+        return self._stream.get_state()
+
+    def draw_from(self, state: torch.Tensor) -> None:
+        """Draw the same batches as rank 0; with callers' generators they are the same already."""
+        if self.generator is None:
+            self._renew(self._stream.set_state(state))
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        """States of the caller's generator: before each waiting draw, and the present one."""
+        states = torch.stack([*self._waiting_states(), self._stream.get_state()])
+        event = repr(self.event(GaussianDpEvent(1.0)))
+        return {"states": states, "of": [self.num_samples, event]}
+
+    def _waiting_states(self) -> list[torch.Tensor]:
+        return [*(draw.state for draw in self._draws if draw.state is not None), *self._waiting]
+
+    def require_position(self, position: dict[str, Any]) -> None:
+        """Raise unless the draws that waited at ``position`` can be repeated."""
+        own = self.position()
+        is_unfinished = len(position["states"]) > 1
+        if position.keys() != own.keys() or (is_unfinished and position["of"] != own["of"]):
+            raise CheckpointError(
+                "the saved run used another sampling scheme, or has an unfinished draw or pass with"
+                " other data or batches: keep data, batch size and sampling=, or leave out"
+                " generator=."
+            )
+
+    def resume(self, position: dict[str, Any]) -> None:
+        """Continue a saved run in a new pass; the draws that waited come first."""
+        *waiting, here = (state.clone() for state in position["states"])
+        self._renew(self._stream.set_state(here))
+        self._waiting.extend(waiting)
+        self.passes += 1
+        self._begin()
+
+
+class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
     """Each record joins a batch independently with probability q. Other schemes are subclasses.
 
     Amplification by sampling holds if each draw gets exactly one step: skipping a draw because of
@@ -137,63 +247,6 @@ class PoissonSampler(UniformWithReplacementSampler):
         """The keyword arguments that a subclass adds."""
         return {}
 
-    def _renew(self, generator: torch.Generator) -> None:
-        """Begin a new sequence of draws."""
-        self._stream = generator
-        # the thread of the pass, and a new lock: a fork copies no other threads
-        self._thread, self._lock = threading.current_thread(), threading.Lock()
-        self._thread_id = get_ident()
-        self._draws = deque[_Draw]()  # draws without a step
-        # in a resumed run: generator states from which the waiting draws are repeated first
-        self._waiting = deque[torch.Tensor]()
-
-    def _begin(self) -> None:
-        """Begin a pass, with the waiting draws."""
-        self._handed = 0  # draws of this pass that the loader has read
-        self._delivered = 0  # draws of this pass that the loader has delivered
-        self._is_ready = False  # a batch was delivered and has no step yet
-        self._is_last = True  # this batch completes its draw
-        self._is_missed = False  # a batch of this pass was delivered and got no step
-        self._is_part_due = False  # Opacus announced a part of a draw that is not collated yet
-        self.draw += 1
-
-    def _enter_process(self) -> None:
-        """In a forked child begin a new sequence with fresh randomness."""
-        if this_process() != self._process:
-            self.require_own_process()
-            self._renew(fresh_generator())
-            self._process = this_process()
-            self._begin()
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether a copy would draw the same batches."""
-        return self.generator is not None or self.ranks is not None
-
-    def require_own_process(self) -> None:
-        """Raise in a forked child that would repeat its parent's draws."""
-        if this_process() != self._process and self._is_shared:
-            raise StateError(
-                "this private loader was made in another process, and a forked child would draw the"
-                " same batches. Call make_private in the child on a DataLoader with another"
-                " generator=, or without one.",
-                code="forked",
-            )
-
-    def _enter_thread(self, *, begins: bool = False) -> None:
-        """Raise unless this thread owns the pass: gradients of two threads would be added up. A
-        thread may begin and own a pass while no batch waits for a step. Call under the lock.
-        """
-        before = self._thread
-        if begins and (not self._delivered or not before.is_alive()):
-            self._thread, self._thread_id = threading.current_thread(), get_ident()
-        elif get_ident() != self._thread_id:
-            raise StateError(
-                "another thread took a batch of this private loader and has not stepped on it: step"
-                " there first, or call make_private for each thread, with one accountant.",
-                code="loader-two-passes",
-            )
-
     # -- the data set ------------------------------------------------------------------------------
 
     def watch(self, dataset: Any) -> None:
@@ -289,15 +342,6 @@ class PoissonSampler(UniformWithReplacementSampler):
         own = joining[joining % self.ranks.size == self.ranks.rank]
         return _Draw(own, zlib.crc32(joining.numpy().data), state)
 
-    def stream_state(self) -> torch.Tensor:
-        """The position of this rank's random stream."""
-        return self._stream.get_state()
-
-    def draw_from(self, state: torch.Tensor) -> None:
-        """Draw the same batches as rank 0; with callers' generators they are the same already."""
-        if self.generator is None:
-            self._renew(self._stream.set_state(state))
-
     # -- one step on each draw ---------------------------------------------------------------------
 
     def takes_part(self, records: int) -> bool:
@@ -378,31 +422,3 @@ class PoissonSampler(UniformWithReplacementSampler):
         """The event of ``steps_per_charge`` Gaussian sums over draws, with this noise."""
         rate = self.sample_rate
         return gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
-
-    def position(self) -> dict[str, Any]:
-        """States of the caller's generator: before each waiting draw, and the present one."""
-        states = torch.stack([*self._waiting_states(), self._stream.get_state()])
-        event = repr(self.event(GaussianDpEvent(1.0)))
-        return {"states": states, "of": [self.num_samples, event]}
-
-    def _waiting_states(self) -> list[torch.Tensor]:
-        return [*(draw.state for draw in self._draws if draw.state is not None), *self._waiting]
-
-    def require_position(self, position: dict[str, Any]) -> None:
-        """Raise unless the draws that waited at ``position`` can be repeated."""
-        own = self.position()
-        is_unfinished = len(position["states"]) > 1
-        if position.keys() != own.keys() or (is_unfinished and position["of"] != own["of"]):
-            raise CheckpointError(
-                "the saved run used another sampling scheme, or has an unfinished draw or pass with"
-                " other data or batches: keep data, batch size and sampling=, or leave out"
-                " generator=."
-            )
-
-    def resume(self, position: dict[str, Any]) -> None:
-        """Continue a saved run in a new pass; the draws that waited come first."""
-        *waiting, here = (state.clone() for state in position["states"])
-        self._renew(self._stream.set_state(here))
-        self._waiting.extend(waiting)
-        self.passes += 1
-        self._begin()
