@@ -36,7 +36,7 @@ _ROWS = 7  # synthetic rows of the checks
 _LARGE = 10**4
 _SPREADS = (1.0, 0.3, 0.03)  # of θ; the next if terms are not finite, or mostly rounding errors
 _SURELY = 16  # times the observed rounding must be below the smallest detectable change
-_ROUNDS = 10  # over all spreads: if a model takes the square root of one θ, half of all θ fail
+_ROUNDS = 10  # over all spreads: if a model takes the root of a coordinate, half of all θ fail
 
 
 class MadeUpRecords:

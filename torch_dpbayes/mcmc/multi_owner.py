@@ -13,7 +13,7 @@ against those who see only the samples, but no ε includes this. The *samples* a
 owners follow the protocol.
 
 **What is not protected.** That an owner takes part; when its budget ends; how long it computes,
-which depends on the number of its records; and what it sends at set-up: settings, the sum of all
+which depends on the number of its records; and what is sent at set-up: settings, the sum of all
 squared noise multipliers, shapes and types of the data (not the number of records), densities on
 synthetic records. If several owners have records of one person, add up the losses of their
 accountants. Process groups neither encrypt nor authenticate: run them inside a private network.
