@@ -81,7 +81,7 @@ class MadeUpRecords:
             ) from error
         raise UnfitModel(
             "the log likelihood of synthetic rows (normal, uniform, 0/1 or counts) is not finite:"
-            " let the model take arguments in one of these ranges and convert them."
+            " pass arguments in one of these ranges, and convert them in the model."
         )
 
     def _made(self, model: Model, structure: Structure, flavour: str, spread: float) -> Tensor:
@@ -213,7 +213,7 @@ class MadeUpRecords:
         kinds = [row.is_floating_point() or row.is_complex() for row in self._rows]
         floating = [k for k, is_floating in enumerate(kinds) if is_floating]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
-            yield "is not a number", altered(chosen, math.nan)
+            yield "is NaN", altered(chosen, math.nan)
             yield "lacks some values", altered(chosen, math.nan, every=2)
             yield "is very large", altered(chosen, _LARGE)
             yield "is very small", altered(chosen, -_LARGE)

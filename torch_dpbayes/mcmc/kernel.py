@@ -137,7 +137,7 @@ class PrivateKernel(MCMCKernel):
 
     def _read_records(self, log_ratio_slope: float, data_plate: str) -> None:
         """Settings of a kernel whose likelihood is a Pyro model."""
-        what = "a bound on |log-likelihood ratio| / distance of a record"
+        what = "a bound on a record's |log-likelihood ratio| per unit of distance"
         self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, what)
         self._plate = data_plate
 

@@ -20,8 +20,8 @@ accountants. Process groups neither encrypt nor authenticate: run them inside a 
 Received messages are read as numbers and text, and never unpickled.
 
 **Synchronisation.** Before each sum every rank sends its position in the protocol. If a rank fails,
-is interrupted, has no budget left, or runs something else, this message tells all ranks. If a rank
-sends nothing, the others stop at the group's timeout.
+is interrupted, has no budget left, or runs something else, this message informs all ranks. If a
+rank sends nothing, the others stop at the group's timeout.
 """
 
 from __future__ import annotations

@@ -279,8 +279,7 @@ def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
 
 
 def noisy_moments(own: Tensor, multipliers: tuple[float, float]) -> NoisyMoments:
-    """Release moments of private rows (:func:`in_units`), with z of the mean and of the products.
-    """
+    """Release moments of private rows (:func:`in_units`), with z of the mean and the products."""
     total = own.sum(0) + multipliers[0] * normal_numbers(own.shape[1])
     products = with_symmetric_noise(own.T @ own, multipliers[1])
     return NoisyMoments(total, multipliers[0], products, multipliers[1])

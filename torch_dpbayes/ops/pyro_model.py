@@ -1,5 +1,4 @@
-"""Pyro models as posteriors. Only :class:`~torch_dpbayes.density.RecordDensity` reads the records.
-"""
+"""Pyro models as posteriors. Only :class:`~torch_dpbayes.density.RecordDensity` reads records."""
 
 from __future__ import annotations
 
