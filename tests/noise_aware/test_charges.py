@@ -37,7 +37,7 @@ from torch_dpbayes.noise_aware.run import Mechanism, run
 
 pytestmark = [
     pytest.mark.usefixtures("few_draws", "double"),
-    pytest.mark.filterwarnings("ignore:the draws are not to be relied on"),
+    pytest.mark.filterwarnings("ignore:the draws are unreliable"),
 ]
 RELATIONS = ("add_or_remove_one", "replace_one")
 EPSILON, DELTA, N = 1.0, 1e-5, 400

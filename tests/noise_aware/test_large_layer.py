@@ -17,7 +17,7 @@ from torch_dpbayes.noise_aware.layer_scores import LabelScores, NumberScores
 from torch_dpbayes.noise_aware.likelihood import Release
 
 # chains of a few states are enough for most tests
-pytestmark = pytest.mark.filterwarnings("ignore:the draws are not to be relied on")
+pytestmark = pytest.mark.filterwarnings("ignore:the draws are unreliable")
 DOUBLE = torch.float64
 N, D, K = 600, 3, 3
 
@@ -99,12 +99,12 @@ def test_means_are_predicted_with_their_noise(size, short_chains):
 
 
 def test_a_run_of_any_records_tells_what_its_draws_are_worth(short_chains):
-    """Names and shapes are the layer's, and draws of few states are not to be relied on."""
+    """Names and shapes are the layer's, and draws of few states are unreliable."""
     x, y = torch.randn(N, 2), Y.clone()
     x[0], x[1, 0], x[2], y[3] = math.nan, math.inf, 1e30, 10**9
     net = nn.Sequential(nn.Linear(2, D), nn.Tanh(), nn.Linear(D, K, bias=False))
     net[0].requires_grad_(False)
-    with pytest.warns(UserWarning, match="the draws are not to be relied on") as told:
+    with pytest.warns(UserWarning, match="the draws are unreliable") as told:
         posterior = run(x, y, net)
     assert any(w.filename == __file__ for w in told)
     draws = posterior.sample(7)
@@ -126,7 +126,7 @@ def test_a_run_of_any_records_tells_what_its_draws_are_worth(short_chains):
 
 @pytest.mark.usefixtures("double")
 def test_numbers_may_be_double_by_default(short_chains):
-    with pytest.warns(UserWarning, match="the draws are not to be relied on"):
+    with pytest.warns(UserWarning, match="the draws are unreliable"):
         posterior = run(*records(), num_simulated=None)
     assert posterior.mean["weight"].dtype == DOUBLE
 

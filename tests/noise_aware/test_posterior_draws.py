@@ -265,7 +265,7 @@ def test_chains_that_do_not_mix_in_the_approximation_take_no_likelihood(monkeypa
 
 
 @pytest.mark.chance(0.03, looks=4)
-@pytest.mark.filterwarnings("ignore:the draws are not to be relied on")
+@pytest.mark.filterwarnings("ignore:the draws are unreliable")
 def test_bernoulli_posterior_is_that_of_all_counts():
     """One run in a hundred takes chains of which one never moves, as short as they are here."""
     n, epsilon = 60, 1.0

@@ -1,17 +1,17 @@
 r"""A Pyro model and its data as a vector of record terms, their gradients, and the prior.
 
 For a model whose observations lie in one data plate, log p(θ, x) = log p(θ) + Σ_i log p(x_i | θ).
-Everything is a function of one flat vector θ of all latents in *unconstrained* space, the sites in
-sorted order; the Jacobians of the transforms belong to the prior. Discrete latents inside the plate
-are summed out.
+All terms are functions of one flat vector θ of all latents in *unconstrained* space, with the sites
+in sorted order. The Jacobians of the transforms belong to the prior. Discrete latents inside the
+plate are summed out.
 
-The model's own code never sees the data. It runs on one made-up row at a time
-(``torch.func.vmap``), and what it computes is recorded as a fixed graph of tensor operations, which
-is then replayed on the data in chunks of rows. Hence a record can neither raise an exception, nor
-choose a branch, nor reach the term of another record, and refusals depend on the model and on
-shapes alone.
+The model's own code never sees the data. It runs on one synthetic row at a time
+(``torch.func.vmap``), and its computation is recorded as a fixed graph of tensor operations. The
+graph is then replayed on the data in chunks of rows. So a record can neither raise an exception,
+nor choose a branch, nor change the term of another record. Whether a model is refused depends only
+on the model and on shapes.
 
-Each file needs only those above it:
+Each file imports only files above it:
 
 * ``pyro_runs``: how the user's model is run;
   ``recording``: functions as graphs of operations;
@@ -19,11 +19,11 @@ Each file needs only those above it:
 * ``arguments``: which arguments are data, and their rows;
 * ``structure``: from shapes, which sites belong to the records;
 * ``record_terms``: the terms of any rows, as Pyro computes them;
-* ``locality``: made-up rows, on which a model that mixes records is found out;
-* ``program``: terms and gradients, recorded on made-up rows; ``pieces``: gradients without
+* ``locality``: synthetic rows, and the check on them that no record's term depends on others;
+* ``program``: terms and gradients, recorded on synthetic rows; ``pieces``: gradients without
   their zeros;
 * ``record_density``: the programs run on the data, clipped and summed; ``record_statistics``:
-  likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
+  likewise the statistics of an exponential family. Only these files and ``arguments`` read data.
 """
 
 from .prior import Prior

@@ -1,4 +1,4 @@
-"""The arguments of a model taken apart: which of them are data, and calls on other rows."""
+"""The arguments of a model: which of them are data, and calls with other rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
-_VECTOR = 64  # rows: four of float32, of the longest vectors that there are
-_STAND_INS = 19  # rows in place of those whose number is private
+_VECTOR = 64  # rows: four of the longest SIMD vectors that exist, of float32
+_STAND_INS = 19  # least number of synthetic rows if the number of records is private
 ROWS_ONLY = (
     "under add-or-remove-one every tensor of the call is data, with one row per record. Bind"
     " others with functools.partial."
@@ -26,15 +26,15 @@ ROWS_ONLY = (
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Where vectors of the processor begin: elsewhere products are rounded otherwise."""
+    """``tensor`` at an aligned address: at others, products may be rounded differently."""
     own = tensor.detach()
     return own if own.layout != torch.strided or own.data_ptr() % 16 == 0 else own.clone()
 
 
 def full_vectors(count: int) -> int:
-    """``count`` rows or more: equally many for each of torch's threads, in full vectors of the
-    processor. The rest of a vector is rounded otherwise, and one record more or less would move
-    others there: clipped ratios then differ by up to two bounds each.
+    """``count`` rows or more: the same number for each of torch's threads, in full SIMD vectors.
+    Rows in an incomplete vector are rounded differently, and one record more or less would move
+    other rows there: their clipped ratios could then differ by up to two bounds each.
     """
     each = _VECTOR * torch.get_num_threads()
     return each * max(1, math.ceil(count / each))
@@ -42,21 +42,22 @@ def full_vectors(count: int) -> int:
 
 class Arguments:
     """All arguments of a model as one flat list. A tensor with a dimension as long as the data
-    plate is data, one row a record along the first such dimension; everything else is public.
+    plate is data, with records along the first such dimension; everything else is public.
 
-    Outside of the model rows have the records along their first dimension. The data themselves are
-    here until :meth:`take_rows`.
+    Outside the model, records are along the first dimension of the rows. This object has the data
+    until :meth:`take_rows`.
 
     Args:
-        args, kwargs: as the model is called, nested in any way.
-        count_is_public: whether what is made up may be as long as the data. False: every tensor
-            but single numbers is data, with as many made-up rows as nothing else is long.
+        args, kwargs: the arguments of the model's call, nested in any way.
+        count_is_public: whether synthetic tensors may be as long as the data. False: every tensor
+            with a dimension is data, and the number of synthetic rows is the length of no other
+            dimension.
 
     Attributes:
-        size: of the data plate, as the model was run; not of the data if that is private.
-        shapes: by number of the argument, of what is made up in place of tensors that are no
-            single numbers.
-        row_dims: by number of a data argument, the dimension of its records in the model.
+        size: of the data plate in the model's run; not the data's if their number is private.
+        shapes: for each argument that is a tensor with a dimension, the shape of its synthetic
+            replacement.
+        row_dims: for each data argument, the dimension of its records in the model.
 
     Raises:
         TypeError: an argument is an array of another library.
@@ -86,8 +87,8 @@ class Arguments:
             self.shapes = {k: torch.Size([self.size, *s[1:]]) for k, s in self.shapes.items()}
 
     def take_rows(self, size: int) -> list[Tensor]:
-        """The data where the data plate of made-up calls is as long as that; shapes, types and
-        public arguments are left. Private data.
+        """Remove and return the data: ``size`` is that of the data plate in synthetic calls.
+        Shapes, types and public arguments remain. Private data.
         """
         if not self.count_is_public and size != self.size:
             raise UnfitModel(f"the data plate is not as long as the arguments: {ROWS_ONLY}")
@@ -118,18 +119,18 @@ class Arguments:
         return self._call(zip(self.row_dims, self.in_model(rows), strict=True))
 
     def in_model(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The rows with the records along the dimension at which the model has them."""
+        """The rows, with the records along the dimension that they have in the model."""
         dims = self.row_dims.values()
         return [row.movedim(0, d) if d else row for row, d in zip(rows, dims, strict=True)]
 
     def rows_first(self, number: int, tensor: Tensor) -> Tensor:
-        """``tensor``, which the model gets as the data argument with this number, with records in
-        dimension 0.
+        """``tensor``, which is the data argument with this number in the model, with the records
+        moved to dimension 0.
         """
         return tensor.movedim([*self.row_dims.values()][number], 0)
 
     def made_up_call(self, flavour: str) -> Call:
-        """Made-up values in place of all tensors that are no single numbers."""
+        """Call arguments with synthetic values in place of all tensors that have a dimension."""
         made = [made_up(shape, self._leaves[k], flavour) for k, shape in self.shapes.items()]
         return self._call(zip(self.shapes, made, strict=True))
 
@@ -141,26 +142,26 @@ class Arguments:
         return args, kwargs
 
     def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
-        """Made-up rows of the shapes of the data's."""
+        """Synthetic rows with the shapes of the data's rows."""
         like = [self._leaves[k] for k in self.row_dims]
         return [made_up(torch.Size([count, *row.shape[1:]]), row, flavour) for row in like]
 
     def described(self) -> list[Any]:
         """For every data argument its number and type, the dimension of its records, and the shape
-        of one record. It depends neither on the records nor on their number.
+        of one record. Neither the records nor their number change this.
         """
         like = [(k, dim, self._leaves[k]) for k, dim in self.row_dims.items()]
         return [(k, str(row.dtype), dim, list(row.shape[1:])) for k, dim, row in like]
 
 
 def pick(rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
-    """Copies of the rows with these numbers."""
-    chosen = torch.as_tensor(index, dtype=torch.long)  # of an empty list, too
+    """Copies of the rows with these indices."""
+    chosen = torch.as_tensor(index, dtype=torch.long)  # an empty list, too, gets this dtype
     return [row.index_select(0, chosen.to(row.device)) for row in rows]
 
 
 def replaced(rows: Sequence[Tensor], stand_ins: Sequence[Tensor], gone: Tensor) -> list[Tensor]:
-    """The rows, with stand-ins for those in the mask ``gone``."""
+    """The rows, where those in the mask ``gone`` are replaced by stand-ins."""
     if not gone.any():
         return list(rows)
     (where,) = gone.nonzero(as_tuple=True)
@@ -173,9 +174,9 @@ def replaced(rows: Sequence[Tensor], stand_ins: Sequence[Tensor], gone: Tensor) 
 def of_full_vectors(
     function: Callable[[list[Tensor], int], Any], rows: list[Tensor], stand_ins: Sequence[Tensor]
 ) -> tuple[Any, Tensor]:
-    """What ``function`` gives for the rows, filled up to as many as there are stand-ins, and a mask
-    of rows at which it fails, which are replaced: no other row changes, nor how it is rounded.
-    ``function`` takes rows and how many of them count.
+    """The result of ``function`` for the rows, filled up with stand-ins to their number, and a mask
+    of the rows at which it fails. These are replaced; neither the values nor the rounding of other
+    rows change. ``function`` gets the rows, and how many of them are real.
     """
 
     def run(*own: Tensor) -> Any:
@@ -188,6 +189,6 @@ def of_full_vectors(
     fails = torch.zeros(len(rows[0]), dtype=torch.bool, device=rows[0].device)
     try:
         return run(*rows), fails
-    except Exception:  # not of all rows: it runs on made-up ones
+    except Exception:  # only some rows fail: the function runs on synthetic ones
         fails |= torch.tensor(which_fail(run, rows), device=fails.device)
         return run(*replaced(rows, stand_ins, fails)), fails

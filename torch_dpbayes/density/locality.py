@@ -1,8 +1,8 @@
-"""Whether the term of a record depends on other records: seen on made-up rows, before the data.
+"""Checks on synthetic rows, before any data are read, whether a record's term depends on others.
 
-A model that mixes rows would become another model when it is run on one row at a time. So Pyro runs
-it on made-up rows together, also on such of which one has missing or large values: where a term
-differs from that of the row alone, or the prior changes, the model is refused.
+A model that mixes rows would be another model if it ran on one row at a time. So Pyro runs it on
+several synthetic rows together, also with missing or large values in one of them. If a term differs
+from the term of the row alone, or if the prior changes, the model is refused.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from .pyro_runs import (
 from .record_terms import RecordTerms
 from .structure import Structure
 
-_ROWS = 7  # made-up rows of the checks
+_ROWS = 7  # synthetic rows of the checks
 _LARGE = 10**4
-_SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite, or mostly rounding
-_SURELY = 16  # times the rounding that was seen has to be less than what counts as a change
-_ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
+_SPREADS = (1.0, 0.3, 0.03)  # of θ; the next if terms are not finite, or mostly rounding errors
+_SURELY = 16  # times the observed rounding must be below the smallest detectable change
+_ROUNDS = 10  # over all spreads: if a model takes the root of a coordinate, half of all θ fail
 
 
 class MadeUpRecords:
-    """Rows on which all terms are finite, and θ where they are; independent of the data but for
-    their shapes and dtypes.
+    """Synthetic rows and a θ at which all their terms are finite. They depend only on the shapes
+    and dtypes of the data.
 
     Attributes:
-        prior: made with these rows as the data.
-        terms: of any rows.
-        theta: in the prior's coordinates.
+        prior: the prior, with these rows as the data.
+        terms: computes the terms of any rows.
+        theta: the θ, in the prior's coordinates.
 
     Raises:
-        UnfitModel: the model does not run on them.
+        UnfitModel: the model does not run on synthetic rows.
     """
 
     def __init__(self, model: Model, arguments: Arguments, structure: Structure) -> None:
         self._arguments = arguments
         self._count = _ROWS if arguments.size != _ROWS else _ROWS + 3
         error: Exception | None = None
-        found: dict[str, Any] = {}  # the first that has finite terms
+        found: dict[str, Any] = {}  # the first attributes with finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
             try:
                 with public_randomness():
@@ -75,13 +75,13 @@ class MadeUpRecords:
             return
         if error is not None:
             raise UnfitModel(
-                f"the model does not run on {self._count} made-up rows: {first_line(error)}. Its"
-                f" plate has to take its size from the data, pyro.plate({structure.plate!r},"
+                f"the model does not run on {self._count} synthetic rows: {first_line(error)}. Its"
+                f" plate must get its size from the data, pyro.plate({structure.plate!r},"
                 " len(y)). Bind other arguments with functools.partial."
             ) from error
         raise UnfitModel(
             "the log likelihood of synthetic rows (normal, uniform, 0/1 or counts) is not finite:"
-            " let the model take arguments in one of these ranges and convert them."
+            " pass arguments in one of these ranges, and convert them in the model."
         )
 
     def _made(self, model: Model, structure: Structure, flavour: str, spread: float) -> Tensor:
@@ -97,8 +97,8 @@ class MadeUpRecords:
         return self.terms(self.theta, self._rows)
 
     def _has_digits(self, terms: Tensor) -> bool:
-        """Whether rounding hardly moves the ``terms`` of the rows: where large values cancel, as in
-        a Poisson probability of millions, a term of float32 may be nothing else.
+        """Whether rounding hardly changes the ``terms`` of the rows. If large values cancel, as in
+        a Poisson probability of millions, a term in float32 may be only rounding error.
         """
         share = last_digits(4, self.theta.dtype)
         with public_randomness():
@@ -111,7 +111,7 @@ class MadeUpRecords:
         )
 
     def rows(self, count: int, start: int = 0) -> list[Tensor]:
-        """``count`` rows, which repeat."""
+        """``count`` rows, repeated if necessary."""
         return pick(self._rows, [(start + i) % self._count for i in range(count)])
 
     def few(self) -> list[Tensor]:
@@ -121,7 +121,7 @@ class MadeUpRecords:
     def _with_observations(
         self, model: Model, structure: Structure, rows: list[Tensor]
     ) -> list[Tensor]:
-        """Arguments that are observed as they are get draws from the model's own distributions."""
+        """The rows, where directly observed arguments are draws from the model's distributions."""
         in_model, (args, kwargs) = self._arguments.in_model(rows), self._arguments.with_rows(rows)
         values = self.prior.constrain(self.theta)
         trace = trace_at(model, values, args, kwargs)
@@ -132,7 +132,7 @@ class MadeUpRecords:
                 try:
                     is_row = site["value"].data_ptr() == row.data_ptr()
                     draw = site["fn"].sample() if is_row else None
-                except Exception:  # as of a number, or of a law without a length
+                except Exception:  # of a number, or of a distribution of unknown length
                     continue
                 if draw is not None and draw.shape == row.shape:
                     result[k] = self._arguments.rows_first(k, draw).to(row.dtype)
@@ -141,14 +141,14 @@ class MadeUpRecords:
     # -- the check ---------------------------------------------------------------------------------
 
     def require_local(self, alone: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
-        """Refuse a model in which what happens to one row changes the term of another, or the
-        prior. ``alone`` gives the terms of rows at θ, each seen by itself.
+        """Refuse a model in which a change of one row changes the term of another, or the prior.
+        ``alone`` computes the terms of rows at θ, each row by itself.
         """
         first, again = (self.terms(self.theta, self._rows) for _ in range(2))
         if not nearly_equal(first, again):
             raise UnfitModel(
                 "two evaluations of the model at the same values differ: it draws random numbers"
-                " outside of sample sites (dropout?). Switch them off with model.eval()."
+                " outside sample sites (dropout?). Switch this off with model.eval()."
             )
         odd, prior = self._count // 2, self._prior_with(self._rows)
         size = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())  # one term may nearly cancel
@@ -159,7 +159,7 @@ class MadeUpRecords:
                 each = [rows] if what else [pick(rows, [k]) for k in range(self._count)]
                 priors = [*map(self._prior_with, each)]
             except Exception:
-                if what:  # as the values may be impossible ones
+                if what:  # the values may be impossible ones
                     continue
                 raise
             seen = f"{f'another row {what}' if what else 'all others are left out'} (seen on"
@@ -189,15 +189,15 @@ class MadeUpRecords:
     def _rounding(
         self, alone: Callable[[Tensor, list[Tensor]], Tensor], rows: list[Tensor]
     ) -> Tensor:
-        """How much of the terms may be rounding: where large values cancel, or logarithms are
-        nearly 0, that is many times what is usual.
+        """How large the rounding errors of the terms may be. If large values cancel, or logarithms
+        are nearly 0, they are many times larger than usual.
         """
         ours = rounding(lambda theta: alone(theta, rows), self.theta)
         return ours + rounding(lambda theta: self.terms(theta, rows), self.theta)
 
     def _changed_rows(self, odd: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """The rows, then such of which the one numbered ``odd`` has extreme or missing values: in
-        all arguments, and in one at a time, which is enough for some models to fail on.
+        """The rows, then rows where row ``odd`` has extreme or missing values: in all arguments,
+        and in one argument at a time, because some models depend on others only then.
         """
 
         def altered(chosen: Iterable[int], value: float, every: int = 1) -> list[Tensor]:
@@ -213,7 +213,7 @@ class MadeUpRecords:
         kinds = [row.is_floating_point() or row.is_complex() for row in self._rows]
         floating = [k for k, is_floating in enumerate(kinds) if is_floating]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
-            yield "is not a number", altered(chosen, math.nan)
+            yield "is NaN", altered(chosen, math.nan)
             yield "lacks some values", altered(chosen, math.nan, every=2)
             yield "is very large", altered(chosen, _LARGE)
             yield "is very small", altered(chosen, -_LARGE)

@@ -1,9 +1,9 @@
-"""Vectors of records that are zero in all but a few columns, without the zeros.
+"""Sparse gradients: vectors of records that are zero in all but a few columns.
 
-Where a record picks its entry of a latent, ``effect[group]``, the recorded gradient writes one
-number into a row of zeros, as long as there are groups. Here such a graph is rewritten to give the
-number and its column instead; what is not recognised stays as it is. Norms and sums are the same,
-as every column of a record has one number at most.
+If a record selects its entry of a latent, ``effect[group]``, the recorded gradient writes one
+number into a row of zeros, which is as long as the number of groups. This file rewrites such a
+graph to return the number and its column; other operations stay unchanged. Norms and sums are the
+same, because every column of a record has at most one number.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _SAME = {
 }
 _ZEROS = {_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default}
 _WHOLE_NUMBERS = {torch.int64, torch.int32}
-Layout = list[tuple[int, int, bool]]  # of each piece start, width, and whether it has a column
+Layout = list[tuple[int, int, bool]]  # start and width of each piece, and whether it has a column
 
 
 class Piece(NamedTuple):
-    """Some columns of the vectors of records; columns that no piece has are 0."""
+    """Some columns of the records' vectors. Columns that are in no piece are 0."""
 
     start: int
     width: int
-    values: Tensor  # (records, width), or with a column (records,)
-    column: Tensor | None  # (records,), which one of them alone is not 0. None: all are in values
+    values: Tensor  # (records, width); with a column (records,)
+    column: Tensor | None  # (records,): the only column that is not 0. None: values has all columns
 
     @property
     def columns(self) -> slice:
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
         return zeros.scatter_(1, self.column[:, None], self.values[:, None])
 
     def of(self, records: Tensor | slice) -> Piece:
-        """The same of some records: a mask, or a slice."""
+        """The piece of some records: a mask, or a slice."""
         column = None if self.column is None else self.column[records]
         return self._replace(values=self.values[records], column=column)
 
@@ -70,10 +70,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(outputs: Sequence[Tensor], layout: Layout) -> list[Piece]:
-    """The values that a rewritten graph computes and, for some, the columns of each piece.
+    """The pieces from the ``outputs`` of a rewritten graph: values, and columns if it has them.
 
     Raises:
-        IndexError: a record picks an entry that there is not.
+        IndexError: a record selects an entry that does not exist.
     """
     left, found = iter(outputs), []
     for start, width, is_picked in layout:
@@ -104,8 +104,8 @@ def norms_of(pieces: Sequence[Piece]) -> Tensor:
 
 
 def in_pieces(graph: GraphModule) -> tuple[GraphModule, Layout | None]:
-    """A graph for the same rows, (records, dimension), in pieces; as it is if that saves
-    nothing.
+    """Rewrite a graph with the result (records, dimension) to return pieces. The same graph and
+    None if this saves nothing.
     """
     copied = Graph()
     result = _source(copied.graph_copy(graph.graph, val_map={}))
@@ -134,7 +134,7 @@ def in_pieces(graph: GraphModule) -> tuple[GraphModule, Layout | None]:
 
 
 def _picked(node: Node) -> list[Node] | None:
-    """The numbers and their columns where there is one number in each row of zeros:
+    """The numbers and their columns, if each row of zeros gets one number:
     ``zeros.index_put([arange, column], values, True)``.
     """
     rows, width = _shape(node)
@@ -147,7 +147,7 @@ def _picked(node: Node) -> list[Node] | None:
     is_whole = column is not None and column.meta["val"].dtype in _WHOLE_NUMBERS
     if row is None or not is_whole or not _is_arange(row, rows):
         return None
-    # of [rows] and [rows, 1] one would be repeated for every entry of the other
+    # [rows] and [rows, 1] together would broadcast to [rows, rows]
     shapes = {_shape(each) for each in (row, column, values)}
     if shapes not in ({(rows,)}, {(rows, 1)}):
         return None
@@ -160,7 +160,7 @@ def _picked(node: Node) -> list[Node] | None:
 
 
 def _source(node: Any) -> Any:
-    """The node that has the values of ``node``, in the same shape."""
+    """The first node with the values and the shape of ``node``."""
     while isinstance(node, Node) and node.target in _SAME:
         inner = node.args[0]
         if not isinstance(inner, Node) or _shape(inner) != _shape(node):
@@ -181,7 +181,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def _is_arange(node: Node, count: int) -> bool:
-    """Whether these are the numbers of the rows, in their order."""
+    """Whether these are the indices of the rows, in their order."""
     while node.target in {_aten.unsqueeze.default, _aten.view.default} and isinstance(
         node.args[0], Node
     ):

@@ -34,9 +34,9 @@ from .pyro_runs import (
 )
 from .recording import of_rows, parts_read, recorded, result_of
 
-# to torch their support is the whole line
+# torch states the whole real line as their support
 _ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
-_MASK = "_mask"  # of Pyro's masked distributions; there is no public name
+_MASK = "_mask"  # attribute of Pyro's masked distributions, which has no public name
 _DRAWS = 100
 
 
@@ -45,19 +45,20 @@ class Prior:
     Jacobian terms.
 
     Args:
-        model: its continuous latents make up θ; what it observes is left aside but for ``factors``.
-        args, kwargs: the model's arguments. No data: for a model with data, made-up ones.
-        factors: names of observed sites that count as well, functions of the latents alone.
+        model: θ has its continuous latents; its observed sites are ignored, except ``factors``.
+        args, kwargs: the model's arguments, without data: synthetic ones if the model has data.
+        factors: names of observed sites that are functions of the latents alone: their factors
+            belong to the prior.
 
     Attributes:
-        factors: as given.
-        transforms: by site, from the support of its distribution to unconstrained space.
-        dtype, device: those of θ.
+        factors: the argument.
+        transforms: for each site, from the support of its distribution to unconstrained space.
+        dtype, device: of θ.
 
     Raises:
-        ValueError: there are no latents, or what a latent is drawn from is no proper prior for it.
+        ValueError: there are no latents, or a latent has no proper prior.
 
-    **Privacy.** A function of θ and public arguments; nothing is charged for it.
+    **Privacy.** A function of θ and public arguments: nothing is charged.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Prior:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         self.device = samples[0].device
         self._sizes = [shape.numel() for shape in self._shapes.values()]
-        # where functions of θ are recorded: at 0 a covariance made of latents may be singular
+        # the θ for recording: at 0 a covariance matrix of latents may be singular
         self._drawn = torch.cat([v.reshape(-1).to(self.device, self.dtype) for v in samples])
 
     # -- coordinates -------------------------------------------------------------------------------
@@ -139,19 +140,19 @@ class Prior:
         return {name: self.transforms[name].inv(value) for name, value in values.items()}
 
     def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
-        """Like :meth:`read_in`, for a function of the values by site; all True if it cannot be
+        """Like :meth:`read_in`, for a function of the sites' values. All True if it cannot be
         recorded.
         """
         try:
             with without_value_checks(), torch.no_grad():
                 graph = recorded(lambda theta: function(self.constrain(theta)), self._drawn)
-        except Exception:  # it computes with numbers
+        except Exception:  # for example, it uses Python numbers
             return torch.ones(self.dimension, dtype=torch.bool)
         return self.read_in(graph)
 
     def read_in(self, graph: GraphModule) -> Tensor:
-        """Whether what ``graph`` gives depends on a coordinate of its first input, θ,
-        ``[dimension]``: True for all of a site's, or False.
+        """For each coordinate of θ, the first input, whether the result of ``graph`` depends on it,
+        ``[dimension]``. All coordinates of a site have the same value.
         """
         parts = torch.tensor(parts_read(graph, self._sizes))
         return parts.repeat_interleave(torch.tensor(self._sizes))
@@ -197,7 +198,7 @@ class Prior:
     def log_density_with(
         self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
-        """log p(θ) as the model computes it from other arguments."""
+        """log p(θ), computed by the model with other arguments."""
         unconstrained, values = self.unflatten(theta), self.constrain(theta)
         trace = trace_at(self._model, values, args, kwargs)
         compute_log_prob(trace, {*self._shapes, *self.factors})
@@ -210,8 +211,8 @@ class Prior:
         return result
 
     def require_no_tensors_in(self, names: Sequence[str], theta: Tensor) -> None:
-        """Raise if one of the factors ``names`` reads a tensor of several numbers that the model
-        was not called with: that may be records, which nothing would clip or charge.
+        """Raise if one of the factors ``names`` reads a tensor of several numbers that is not an
+        argument of the model: it may have records, which would be neither clipped nor charged.
         """
 
         def term(theta: Tensor, name: str) -> Tensor:
@@ -251,18 +252,18 @@ class Prior:
                 return torch.stack(found[:count])
         raise UnfitModel(
             f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC,"
-            " made without the data.",
+            " chosen without the data.",
             code="pyro-start",
         )
 
     def run(self) -> Any:
-        """Runs the model under the handlers of the caller."""
+        """Run the model under the caller's Pyro handlers."""
         return self._model(*self._args, **self._kwargs)
 
     def _recorded(self, function: Callable[..., Any], theta: Tensor) -> GraphModule:
         try:
             with without_value_checks():
-                # make_fx counts the arguments of a bound method wrongly
+                # make_fx miscounts the arguments of a bound method
                 return recorded(lambda theta: function(theta), theta)
         except Exception as error:
             raise UnfitModel(
@@ -280,7 +281,7 @@ class Prior:
 
 
 def _require_proper(name: str, site: Any) -> None:
-    """Refuse a latent that draws hide to have a prior of infinite mass."""
+    """Refuse a latent whose prior has infinite mass, although it can be sampled."""
     masks, distribution = [site["mask"]], site["fn"]
     while distribution is not None:
         if isinstance(distribution, _ANGLES):

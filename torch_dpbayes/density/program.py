@@ -1,7 +1,7 @@
-"""Terms and gradients of records, recorded once on made-up rows and replayed on the data.
+"""Terms and gradients of records, recorded once on synthetic rows and replayed on the data.
 
-Rows meet only under ``torch.func.vmap``, which cannot let one see another, and what could run below
-it is refused: what the check on made-up rows overlooks still costs no privacy.
+Rows are computed together only under ``torch.func.vmap``, where no row can read another. Operations
+that vmap does not control are refused. So privacy does not rely on the check on synthetic rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .pieces import Piece, dense, in_pieces, pieces_of
 from .pyro_runs import InvalidPoint, UnfitModel, agree, without_value_checks
 from .recording import most_bytes, recorded, result_of
 
-_CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
+_CHUNK_BYTES = 2**24  # of intermediate results: larger chunks exceed the processor's caches
 
 
 class Program:
-    """Tensor operations recorded for a fixed number of rows, and for a few of them."""
+    """Tensor operations, recorded for a fixed number of rows, and for a few rows."""
 
     def __init__(self, graph: GraphModule, made_up: list[Tensor], few: GraphModule) -> None:
         self.graph, self.made_up, self.rows, self._few = graph, made_up, len(made_up[0]), few
@@ -37,7 +37,7 @@ class Program:
         return self.graph(theta, *rows)[:count]
 
     def of_few(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        """One result for each of a few made-up rows, None where it fails at θ."""
+        """One result for each of a few synthetic rows; None if the program fails at θ."""
         try:
             result: Tensor = self._few(theta, *rows)
         except torch.OutOfMemoryError:
@@ -47,14 +47,14 @@ class Program:
         return result
 
     def of_thetas(self, thetas: Tensor, rows: Sequence[Tensor], few: int) -> Tensor:
-        """One number for each row, in whole blocks of ``few``, for every θ; not a number where it
-        fails at θ. Differentiable.
+        """One number for each row and every θ, for whole blocks of ``few`` rows; NaN if the program
+        fails at a θ. Differentiable.
         """
         blocks = [torch.stack(row.split(few)) for row in rows]
         of_blocks = vmap(self._few, in_dims=(None, *[0] * len(blocks)))
         try:
             return vmap(lambda theta: of_blocks(theta, *blocks).flatten())(thetas)
-        except RuntimeError:  # vmap lacks an operation of the model, or one of θ is impossible
+        except RuntimeError:  # vmap lacks an operation of the model, or it fails at one θ
             return torch.stack([self._of_blocks(theta, blocks, few) for theta in thetas])
 
     def _of_blocks(self, theta: Tensor, blocks: list[Tensor], few: int) -> Tensor:
@@ -65,14 +65,14 @@ class Program:
 
 
 class Gradients(Program):
-    """The gradients of records: a program with results (rows, dimension)."""
+    """A program for the gradients of records, (rows, dimension)."""
 
     def __init__(self, graph: GraphModule, made_up: list[Tensor], few: GraphModule) -> None:
         graph, self._layout = in_pieces(graph)
         super().__init__(graph, made_up, few)
 
     def __call__(self, theta: Tensor, rows: Sequence[Tensor], count: int) -> list[Piece]:
-        """Those of the first ``count`` of ``self.rows`` rows, in pieces of their columns."""
+        """The gradients of the first ``count`` of ``self.rows`` rows, in pieces of columns."""
         outputs = self.graph(theta, *rows)
         if self._layout is None:
             return [Piece(0, outputs.shape[1], outputs[:count], None)]
@@ -80,14 +80,14 @@ class Gradients(Program):
 
 
 class Recorder:
-    """Makes programs for chunks of so many records, by running the model on made-up ones."""
+    """Runs the model on synthetic records, to make programs for chunks of records."""
 
     def __init__(self, made_up: MadeUpRecords, num_records: int) -> None:
         self._made_up, self._num_records = made_up, num_records
 
     def programs(self, with_gradients: bool) -> tuple[Program, Gradients | None]:
-        """A record's term and, if asked for, its gradient; UnfitModel for a model that mixes
-        records.
+        """The programs of the records' terms and, ``with_gradients``, of their gradients.
+        UnfitModel: the model mixes records.
         """
         terms, gradients = self._first_right(with_gradients)
         few = self._made_up.rows(full_vectors(1))
@@ -105,7 +105,7 @@ class Recorder:
         return terms, gradients
 
     def _are_right(self, terms: Program, gradients: Gradients | None) -> bool:
-        """Whether they agree with Pyro on other made-up rows than they were recorded on."""
+        """Whether the programs agree with Pyro on synthetic rows that were not recorded."""
         made_up, theta = self._made_up, self._made_up.theta.flip(0) * 0.7
         rows, count = made_up.rows(terms.rows, start=3), len(made_up.few()[0])
         weights = torch.linspace(0.5, 1.5, terms.rows, dtype=theta.dtype, device=theta.device)
@@ -113,7 +113,7 @@ class Recorder:
 
         def each_row(theta: Tensor) -> Tensor:
             found = [made_up.terms(theta, pick(rows, [k])) for k in range(count)]
-            return torch.cat(found)[torch.arange(terms.rows) % count]  # they repeat
+            return torch.cat(found)[torch.arange(terms.rows) % count]  # rows repeat
 
         def slopes(theta: Tensor) -> Tensor:
             assert gradients is not None
@@ -129,7 +129,7 @@ class Recorder:
             return False
         if gradients is None or not slope(theta).isfinite().all():
             return True
-        # in float32 a product of a million rows is off by a thousandth
+        # in float32 a product of a million rows has an error of a thousandth
         mean = weights.double()
         size = float((mean @ slopes(theta).abs()).nan_to_num(0.0).max())
         return agree(lambda theta: (mean @ slopes(theta)).to(theta), slope, theta, size)
@@ -143,7 +143,7 @@ class Recorder:
             return self._of_row(theta, *row)
 
     def _first_right(self, with_gradients: bool) -> tuple[Program, Gradients | None]:
-        """The first way that can be recorded and agrees with Pyro."""
+        """The first programs that can be recorded and agree with Pyro."""
         in_dims, problems = (None, *(0 for _ in self._made_up.few())), []
         for term in (self._of_row, self._of_row_with_own_tensors):
             try:
@@ -166,8 +166,8 @@ class Recorder:
         )
 
     def _recorded(self, way: Callable[..., Any]) -> tuple[GraphModule, list[Tensor], GraphModule]:
-        """For chunks of about equal length that keep within the bound on memory, with made-up rows
-        of one, and for a few rows.
+        """The graph for chunks, synthetic rows of one chunk, and the graph for a few rows. Chunks
+        have about equal length, and keep within the bound on memory.
         """
         theta, least = self._made_up.theta, full_vectors(1)
         rows = self._made_up.rows(least)
@@ -181,8 +181,8 @@ class Recorder:
 
 
 class _TensorsOfTheRow(TorchFunctionMode):
-    """Adds to vmap: tensors that the model makes belong to the row, too, so that values of the row
-    can be written into them; and ``.data`` works, because Pyro's enumeration reads its shape.
+    """Extends vmap: tensors that the model creates belong to the row, too, so values of the row
+    can be written into them. ``.data`` works, because Pyro's enumeration reads its shape.
     """
 
     def __init__(self, row: Tensor) -> None:

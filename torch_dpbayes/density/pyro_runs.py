@@ -1,5 +1,5 @@
-"""Run a user's Pyro model without the data, without the caller's random numbers, without
-parameters, and without checks whose errors depend on values.
+"""Run a user's Pyro model without the data, the caller's random numbers, parameters, and checks
+whose errors depend on values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Trace = Any  # pyro.poutine.trace_struct.Trace
 
 _CHECKS_VALUES = "_validate_args"  # torch has no public switch for one distribution
 FLAVOURS = ("normal", "uniform", "binary", "counts")
-PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
+PERTURBED, _FEW = 8, 1e-5  # number and largest relative size of perturbations that show rounding
 
 
-# Pyro keeps active effects in one list for all threads, and torch its global generator: one thread
-# at a time may use them.
+# All threads share Pyro's stack of handlers and torch's global generator: only one thread at a time
+# may use them.
 using_pyro = Lock()
 
 
@@ -41,15 +41,15 @@ class InvalidPoint(ArithmeticError):
 
 @contextmanager
 def without_value_checks() -> Iterator[None]:
-    """Switches off Pyro's and torch's checks of values, whose errors depend on them."""
+    """Switches off Pyro's and torch's checks of values: their errors depend on the values."""
     with using_pyro, pyro.validation_enabled(False):
         yield
 
 
 @contextmanager
 def public_randomness() -> Iterator[None]:
-    """Sites drawn inside come from the operating system's entropy; the caller's seeds are
-    neither used nor moved.
+    """Random numbers inside come from the operating system's entropy. The caller's generators are
+    neither used nor changed.
     """
     devices = (
         list(range(torch.cuda.device_count()))
@@ -64,8 +64,8 @@ def public_randomness() -> Iterator[None]:
 
 
 def made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
-    """Values that take nothing but the dtype and the device from ``like``. Whole numbers start at
-    0, as indices have to.
+    """Synthetic values with the dtype and device of ``like``, independent of its values. Integers
+    start at 0, like indices.
     """
     values = torch.zeros(shape, dtype=like.dtype, device=like.device)
     if flavour == "zeros":
@@ -82,15 +82,15 @@ def made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
 def trace_at(
     model: Model, values: dict[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Trace:
-    """One run of the model at these values of its latents. No handler of the caller's reaches it:
-    it would change the law that is sampled.
+    """One run of the model at these values of its latents. The caller's handlers have no effect:
+    they could change the law that is sampled.
     """
     with using_pyro, poutine.block():
         return poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
 
 
 def is_plate(site: Any) -> bool:
-    """Whether a site of a trace only notes the indices that a plate drew."""
+    """Whether a site of a trace only has the indices of a plate."""
     return isinstance(site["fn"], _Subsample)
 
 
@@ -113,8 +113,8 @@ def continuous_latents(trace: Trace) -> list[str]:
 
 
 def compute_log_prob(trace: Trace, wanted: Container[str]) -> None:
-    """Compute the log density of the ``wanted`` sites. Distributions that were built outside of
-    the model (those of PyroSample) have their own checks of values switched on: they are off here.
+    """Compute the log density of the ``wanted`` sites. Distributions from outside the model (those
+    of PyroSample) have their own checks of values: these are switched off here.
     """
     checking = []
     for name, site in trace.nodes.items():
@@ -132,12 +132,12 @@ def compute_log_prob(trace: Trace, wanted: Container[str]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """An error without the table of shapes that Pyro appends, which has the number of records."""
+    """An error without Pyro's table of shapes, which has the number of records."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def improper(error: Exception) -> UnfitModel:
-    """For a model from which nothing can be drawn."""
+    """The error for a model that cannot be sampled."""
     return UnfitModel(
         f"the model cannot be sampled from: {first_line(error)}. Latents need proper priors:"
         " write a wide Normal instead of an improper distribution."
@@ -145,8 +145,8 @@ def improper(error: Exception) -> UnfitModel:
 
 
 def last_digits(count: int, dtype: torch.dtype) -> float:
-    """So many of the last digits of a number, as a share of it. It is bounded: in a dtype of few
-    digits a change of them would hide a dependence.
+    """``count`` units of the last digit, relative to the number. It is bounded: in a dtype of few
+    digits such a change would hide a dependence.
     """
     return min(count * torch.finfo(dtype).eps, _FEW)
 
@@ -165,8 +165,8 @@ class _OtherDigits(TorchDispatchMode):
 
 
 def rounding(function: OfTheta, theta: Tensor) -> Tensor:
-    """How far rounding may move the results of ``function``: as far as a change of the last digits
-    of all that it computes, up or down by chance.
+    """How far rounding may move the results of ``function``: as far as random changes of the last
+    digits of all its intermediate results.
     """
     expected, others = function(theta), []
     with public_randomness():
@@ -177,8 +177,8 @@ def rounding(function: OfTheta, theta: Tensor) -> Tensor:
 
 
 def agree(ours: OfTheta, theirs: OfTheta, theta: Tensor, size: float = 0.0) -> bool:
-    """Whether two functions are the same at θ but for rounding: also for that of large numbers that
-    cancel.
+    """Whether two functions are the same at θ up to rounding, also the rounding of large numbers
+    that cancel.
     """
     a, b = ours(theta), theirs(theta)
     if nearly_equal(a, b, size):
@@ -187,9 +187,9 @@ def agree(ours: OfTheta, theirs: OfTheta, theta: Tensor, size: float = 0.0) -> b
 
 
 def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0, rounding: Tensor | float = 0.0) -> bool:
-    """Whether two results agree but for rounding in their dtype. ``size``: of what they are sums
-    of, which may cancel. ``rounding``: how far they may be off besides, which counts up to what is
-    usual for numbers of size 1.
+    """Whether two results agree up to rounding in their dtype. ``size``: size of their summands,
+    which may cancel. ``rounding``: a further tolerance, which is at most the usual one for numbers
+    of size 1.
     """
     if a.shape != b.shape:
         return False
@@ -202,10 +202,10 @@ def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0, rounding: Tensor | flo
 
 
 def without_parameters(model: Model, *args: Any, **kwargs: Any) -> Any:
-    """The model, in which :func:`pyro.param` raises :class:`UnfitModel`: what it returns may come
-    from Pyro's store, where a run that was not private has left what it fitted to the same records.
-    The store is empty, so that nothing can be read where a handler in the model hides a parameter.
-    Frozen parameters of modules are public and stay frozen, whereas Pyro would let them be trained.
+    """Run the model, where :func:`pyro.param` raises :class:`UnfitModel`: its value may come from
+    Pyro's store, where a run without privacy has stored a fit to the same records. The store is
+    empty, so nothing can be read if a handler in the model hides a parameter. Frozen parameters of
+    modules are public and stay frozen; Pyro alone would let them be trained.
     """
     with pyro.get_param_store().scope() as used, _RefusesParameters():
         result = model(*args, **kwargs)
@@ -216,7 +216,7 @@ def without_parameters(model: Model, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def frozen_ones_kept(model: Model) -> Iterator[None]:
-    """Pyro lets a module's frozen parameters be trained whenever it runs; not afterwards."""
+    """Pyro makes a module's frozen parameters trainable when it runs: freeze them again."""
     own = list(model.parameters()) if isinstance(model, Module) else []
     frozen = [p for p in own if not p.requires_grad]
     try:

@@ -18,44 +18,43 @@ from .program import Program, Recorder
 from .pyro_runs import InvalidPoint, Model, without_parameters, without_value_checks
 from .structure import find_structure
 
-_NUMBERS_IN_FLOAT64 = 2**17  # more fall out of the processor's caches
-_ROWS_IN_FLOAT64 = 2**13  # a sum of more loses digits, one number after the other
+_NUMBERS_IN_FLOAT64 = 2**17  # more do not fit into the processor's caches
+_ROWS_IN_FLOAT64 = 2**13  # a sum of more rows, one after the other, loses digits
 
 
 class RecordDensity:
     r"""log p(x_i | θ) of every record, clipped sums over the records, and the prior.
 
     Args:
-        model: a Pyro model with one vectorised data plate that holds every observed site. Its data
-            are its arguments.
-        args, kwargs: those arguments. A tensor with a dimension as long as the data plate is data,
-            one row a record along the first such dimension; every other argument is a public
-            constant.
+        model: a Pyro model with one vectorised data plate that contains every observed site. Its
+            arguments contain the data.
+        args, kwargs: these arguments. A tensor with a dimension as long as the data plate is data,
+            with records along the first such dimension; every other argument is a public constant.
         data_plate: the plate's name.
         gradients: also record the gradients.
-        rows_at_once: how many records :meth:`of` picks at most, nearly always. None: all of them
-            are used together.
-        count_is_public: whether errors may depend on the number of records. False, as under
-            add-or-remove-one: every tensor but single numbers is data, one row a record along its
-            first dimension, and the model is checked on another number of rows.
+        rows_at_once: the usual maximum number of records that :meth:`of` selects. None: all
+            records are used together.
+        count_is_public: whether errors may depend on the number of records. False (for
+            add-or-remove-one): every tensor with a dimension is data, with records along its first
+            dimension, and the model is checked on another number of rows.
 
     Attributes:
-        arguments: of the model, without the data.
+        arguments: the model's arguments, without the data.
         prior: θ's coordinates and log prior, a :class:`Prior`.
         observed: names of the observed sites.
 
     Raises:
         ValueError: the model has no such plate, observes something outside it, has local continuous
             or global discrete latents or parameters, subsamples, or a record's term depends on
-            other records; the message says what to write instead. All of it is found on made-up
+            other records; the message says what to write instead. All this is checked on synthetic
             rows.
 
-    **Privacy.** The methods return exact functions of the data, which are no release: add noise to
-    a clipped sum, and charge it before. A clipped sum moves by at most its bound when a record is
-    added or removed, and by twice that when one is replaced. A record whose term or gradient is not
-    finite, or at which the computation fails, contributes 0. What the model takes from elsewhere
-    than its arguments cannot be checked and counts as public. Where the model cannot be evaluated
-    at θ, even for made-up records, they raise :class:`InvalidPoint`.
+    **Privacy.** The methods return exact functions of the data, which must not be released: charge
+    a clipped sum, then add noise to it. A clipped sum moves by at most its bound when a record is
+    added or removed, and by twice that when one is replaced. A record contributes 0 if its term or
+    gradient is not finite, or if the computation fails. Values that the model does not get as
+    arguments cannot be checked and count as public. If the model cannot be evaluated at θ, even for
+    synthetic records, the methods raise :class:`InvalidPoint`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class RecordDensity:
         recorder = Recorder(self.made_up, max(1, together))
         self._terms, found = recorder.programs(gradients)
         self._few_rows = self.made_up.rows(full_vectors(1))
-        # what cannot be recorded is refused before anything is charged
+        # a model that cannot be recorded is refused before anything is charged
         if found is not None:
             self._gradients = found
             self.prior.log_density_and_gradient(self.made_up.theta)
@@ -90,29 +89,29 @@ class RecordDensity:
 
     @property
     def num_records(self) -> int:
-        """Number of rows: under add-or-remove-one not a public number."""
+        """Number of rows. Under add-or-remove-one it is private."""
         return len(self._rows[0])
 
     @property
     def read(self) -> Tensor:
-        """Whether the records' terms depend on a coordinate of θ, ``[dimension]``: True for all of
-        a site's, or False. Where False, gradients are exactly 0, whatever the records are: such a
-        site is a parent of others alone.
+        """For each coordinate of θ, whether the records' terms depend on it, ``[dimension]``. All
+        coordinates of a site have the same value. If False, gradients are exactly 0, whatever the
+        records are: the site is only a parent of other latents.
         """
         return self.prior.read_in(self._terms.graph)
 
     def rows(self) -> list[Tensor]:
-        """The data arguments, records along the first dimension. Private data."""
+        """The data arguments, with records along the first dimension. Private data."""
         return list(self._rows)
 
     def with_rows(self, rows: Sequence[Tensor]) -> RecordDensity:
-        """The same for other records: rows of every data argument, in the order of :meth:`rows`."""
+        """The density of other records: rows of data arguments, in the order of :meth:`rows`."""
         other = copy(self)
         other.__dict__.update(_rows=list(rows), _left_out=self._none_of(len(rows[0])))
         return other
 
     def of(self, records: Tensor) -> RecordDensity:
-        """The same for the records with these numbers, each at most once. Private data."""
+        """The density of the records with these indices, each at most once. Private data."""
         chosen = self.with_rows(pick(self._rows, records))
         chosen.__dict__.update(_left_out=self._left_out[records])
         return chosen
@@ -124,14 +123,14 @@ class RecordDensity:
 
     @torch.no_grad()
     def is_valid(self, theta: Tensor) -> bool:
-        """Whether made-up records have terms at θ. No function of the data."""
+        """Whether synthetic records have terms at θ. This does not depend on the data."""
         terms = self._terms.of_few(theta, self._few_rows)
         return terms is not None and not bool(terms.isnan().all())
 
     @torch.no_grad()
     def has_gradients(self, theta: Tensor) -> bool:
-        """Whether gradients of made-up records can be computed at θ. No function of the data: no
-        record decides whether those of the others are.
+        """Whether gradients of synthetic records can be computed at θ. This does not depend on the
+        data: no record decides whether gradients of others are computed.
         """
         return self.is_valid(theta) and self._gradients.of_few(theta, self._few_rows) is not None
 
@@ -144,8 +143,8 @@ class RecordDensity:
         return result.masked_fill_(self._left_out, math.nan)
 
     def log_likelihoods_of_first(self, thetas: Tensor, count: int) -> Tensor:
-        """log p(x_i | θ) of the first records for rows of θ ``[m, count]``; differentiable, and
-        nothing is left out. Private data, unless the records are simulated.
+        """log p(x_i | θ) of the first records for rows of θ, ``[m, count]``; differentiable, no
+        record is left out. Private data, unless the records are simulated.
         """
         few = len(self._few_rows[0])
         filling = zip(self._rows, self.made_up.rows(-count % few), strict=True)
@@ -154,8 +153,8 @@ class RecordDensity:
 
     @torch.no_grad()
     def gradients(self, theta: Tensor) -> Tensor:
-        """∇_θ log p(x_i | θ) of every record, (num_records, dimension) in float64; 0 where it is
-        not finite. Private data, unless the records are simulated.
+        """∇_θ log p(x_i | θ) of every record, (num_records, dimension) in float64; 0 if it is not
+        finite. Private data, unless the records are simulated.
         """
         size = self.prior.dimension
         result = torch.empty(self.num_records, size, dtype=torch.float64, device=self.prior.device)
@@ -169,29 +168,28 @@ class RecordDensity:
         r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), (dimension,) in
         float64. Private data.
 
-        Add the noise before anything is rounded: in float32 the sum over a million records can move
-        by thousands of bounds when one is taken out, as the rounding of all others changes with it.
-        Outside of 1e-30 < ``max_norm`` < 1e150 the bound does not hold: float64 overflows, or
-        rounds to nothing.
+        Add the noise before you round the sum: in float32, a sum over a million records can move by
+        thousands of bounds if one is removed, because the rounding of the others changes. Outside
+        of 1e-30 < ``max_norm`` < 1e150 the bound does not hold: float64 overflows or underflows.
         """
         return self._weighted_sum(theta, lambda norms: (max_norm / norms).clamp_(max=1.0))
 
     @torch.no_grad()
     def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:
-        """Σ ∇_θ log p(x_i | θ) over the records in the mask ``chosen`` whose gradients are finite,
-        not clipped, (dimension,) in float64. Private data.
+        """Σ ∇_θ log p(x_i | θ), without clipping, over the records in the mask ``chosen`` whose
+        gradients are finite, (dimension,) in float64. Private data.
         """
         return self._weighted_sum(theta, torch.ones_like, chosen)
 
     def _weighted_sum(
         self, theta: Tensor, weights: Callable[[Tensor], Tensor], kept: Tensor | None = None
     ) -> Tensor:
-        """Σ weight·g_i over the records in the mask ``kept``, or all, whose gradients are finite;
-        ``weights`` of their norms.
+        """Σ weight·g_i over the records in the mask ``kept`` (None: all) with finite gradients.
+        ``weights`` computes the weights from the gradients' norms.
         """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
         for records, pieces in self._by_chunks(self._gradients, theta):
-            some = ~self._left_out[records]  # also those that were found to fail a moment ago
+            some = ~self._left_out[records]  # also records that failed in this chunk
             if kept is not None:
                 some &= kept[records]
             if not some.all():
@@ -202,7 +200,7 @@ class RecordDensity:
                 block = [piece.of(slice(start, start + rows)).in_float64() for piece in pieces]
                 norms = norms_of(block)
                 finite = norms.isfinite()
-                if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
+                if not finite.all():  # 0·inf is NaN: remove such a record
                     block, norms = [piece.of(finite) for piece in block], norms[finite]
                 factors = weights(norms)
                 for piece in block:
@@ -213,7 +211,7 @@ class RecordDensity:
 
     def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Any]]:
         """Results of ``program``, chunk by chunk, with the records of each chunk."""
-        # asked of made-up rows alone: no record decides whether a trajectory ends here
+        # checked on synthetic rows alone: no record decides whether a trajectory ends here
         if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint
 
@@ -227,8 +225,7 @@ class RecordDensity:
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:
-    r"""Σ_i clip(proposed_i − current_i, ±``bound``), where what is not a number counts as 0.
-    Private data.
+    r"""Σ_i clip(proposed_i − current_i, ±``bound``), where NaN counts as 0. Private data.
 
     **Privacy.** Moves by at most ``bound`` when a record is added or removed.
     """

@@ -1,4 +1,4 @@
-"""Statistics or features of records, each computed from its record alone."""
+"""Statistics or features of records, each computed from one record alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _ROWS_AT_ONCE, _MADE_UP = 2**16, 3
 
 
 class RecordStatistics:
-    """s(x) of every record, where no record can see another, raise an exception, or be more than a
-    clip bound away from 0.
+    """s(x) of every record. No record can read another, raise an exception, or contribute more than
+    a clip bound.
 
     Args:
-        statistics: from one record, its row of every tensor, to the vector s(x).
-        data: tensors of one length, one row a record.
-        rows_at_once: about as many are computed together; None: 65,536.
+        statistics: a function from one record (its row of every tensor) to the vector s(x).
+        data: tensors of one length, with one row per record.
+        rows_at_once: approximate number of records that are computed together; None: 65,536.
 
     Attributes:
         size: length of s(x).
 
     Raises:
-        ValueError: the function cannot be mapped over records; found on made-up ones.
+        ValueError: the function cannot be mapped over synthetic records.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class RecordStatistics:
         return total
 
     def by_chunks(self) -> Iterator[Tensor]:
-        """s of every record, (rows, size) at a time; 0 where the computation fails, which no record
-        may make known. Private data.
+        """s of every record in chunks (rows, size); 0 if the computation fails, because an error
+        would reveal a record. Private data.
         """
         count = len(self._data[0])
         whole = full_vectors(min(self._rows_at_once, count))
@@ -68,7 +68,7 @@ class RecordStatistics:
             yield found.masked_fill(fails[:, None], 0.0)
 
     def _tried(self) -> tuple[list[Tensor], int]:
-        """Made-up rows, and the length of s(x) of them."""
+        """Synthetic rows, and the length of their s(x)."""
         error: Exception | None = None
         for flavour in FLAVOURS:
             with public_randomness():

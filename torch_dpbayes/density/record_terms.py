@@ -1,4 +1,4 @@
-"""log p(x_i | θ) of rows, as Pyro computes it by running the model."""
+"""log p(x_i | θ) of rows, which Pyro computes by running the model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .prior import Prior
 from .pyro_runs import Model, Trace, UnfitModel, compute_log_prob, using_pyro
 from .structure import Structure
 
-_PYRO_DIMS = "_pyro_dims"  # of Pyro's packed tensors; there is no public name
+_PYRO_DIMS = "_pyro_dims"  # attribute of Pyro's packed tensors, which has no public name
 
 
 class RecordTerms:
-    """The terms of rows at θ: one number for each row, discrete latents summed out."""
+    """The terms of rows at θ: one number for each row, with discrete latents summed out."""
 
     def __init__(
         self, model: Model, arguments: Arguments, structure: Structure, prior: Prior
@@ -48,8 +48,8 @@ class RecordTerms:
         compute_log_prob(trace, wanted)
         if set(trace.nodes) & wanted != wanted:
             raise UnfitModel(
-                "the model has different sites in different runs: let it have the same ones in"
-                " every run."
+                "the model has different sites in different runs: write the same ones for every"
+                " run."
             )
         if structure.discrete:
             return self._summed_out(trace, len(rows[0]))
@@ -57,7 +57,7 @@ class RecordTerms:
         return reduce(add, terms)
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
-        """The term of one row that has lost the dimension of the records."""
+        """The term of one row, which has no dimension for the records."""
         return self(theta, [part.unsqueeze(0) for part in row]).sum()
 
     def _by_row(self, name: str, site: Any, count: int) -> Tensor:
@@ -66,7 +66,7 @@ class RecordTerms:
         if terms.dim() < -plate_dim or terms.shape[plate_dim] != count:
             raise UnfitModel(
                 f"site {name!r} has factors of shape {tuple(terms.shape)} for {count} synthetic"
-                f" rows: the data plate has to {self._take_size}."
+                f" rows: the data plate must {self._take_size}."
             )
         if other := [d for d in range(-terms.dim(), 0) if d != plate_dim]:
             terms = terms.sum(other)
@@ -80,7 +80,7 @@ class RecordTerms:
         for name in [*structure.discrete, *structure.observed]:
             site, plates = trace.nodes[name], trace.nodes[name]["cond_indep_stack"]
             if (structure.plate, count) not in [(plate.name, plate.size) for plate in plates]:
-                raise UnfitModel(f"the data plate has to {self._take_size}.")
+                raise UnfitModel(f"the data plate must {self._take_size}.")
             symbols = frozenset(trace.plate_to_symbol[p.name] for p in plates if p.vectorized)
             factors.setdefault(symbols, []).append(site["packed"]["log_prob"])
         discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
@@ -97,7 +97,7 @@ class RecordTerms:
 
     @property
     def _take_size(self) -> str:
-        return f"take its size from the data: pyro.plate({self._structure.plate!r}, len(y))"
+        return f"get its size from the data: pyro.plate({self._structure.plate!r}, len(y))"
 
 
 def _dims(term: Tensor) -> str:
@@ -107,8 +107,8 @@ def _dims(term: Tensor) -> str:
 
 
 class _LogSumExpRing(LogRing):
-    """Pyro's sums of products in log space without its autograd function, which torch.func
-    cannot differentiate: one discrete site after another.
+    """Pyro's sums of products in log space, one discrete site after another, without Pyro's
+    autograd function, which torch.func cannot differentiate.
     """
 
     def sumproduct(self, terms: Sequence[Any], dims: Iterable[str]) -> Tensor:

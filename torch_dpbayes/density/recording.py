@@ -22,18 +22,18 @@ _VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
 
 
 def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
-    """What ``function`` does to tensors of the shapes of ``inputs``, as a graph that writes into
-    none. It is without what ``vmap`` and ``grad`` leave behind, which took a tenth of the time of a
-    gradient: views of a tensor in its own layout, the concatenation of one.
+    """The operations of ``function`` for the shapes of ``inputs``, as a graph without in-place
+    writes. Useless operations of ``vmap`` and ``grad``, a tenth of the time of a gradient, are
+    removed: views of a tensor in its own layout, the concatenation of one tensor.
 
     Raises:
-        ValueError: values of the inputs decide about a shape, which the graph would keep.
+        ValueError: a shape depends on values of the inputs, but would be constant in the graph.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        # the first backward pass starts a thread for each device; a mode that fakes some makes it
-        # start threads that no fork of this process has
+        # the first backward pass starts a thread for each device: if it ran under the fake mode, it
+        # would start threads that no fork of this process has
         torch.ones(1, requires_grad=True).sum().backward()
-    # one for the shapes of all values: torch would make one for each
+    # one fake mode for the shapes of all values: torch would create one for each value
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         graph: GraphModule = make_fx(functionalize(function))(*inputs)
     varying: set[Any] = set()
@@ -44,7 +44,7 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
             raise UnfitModel(f"values decide about the shape of {node.target}")
         source: Any = node.args[0] if node.args else None
         if node.target is _aten.ones_like.default:
-            # a gradient begins with them; they take a shape alone, and need not wait for the value
+            # a gradient begins with ones, which need only a shape, not the value
             like = node.meta["val"]
             options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
             with graph.graph.inserting_before(node):
@@ -64,7 +64,7 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
 
 
 def _shape_follows(varying: set[Any], node: Any) -> bool:
-    """Whether values of the ``varying`` nodes decide about the shape of what ``node`` makes."""
+    """Whether the shape of the result of ``node`` depends on values of the ``varying`` nodes."""
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
     if node.target is not _aten.index.Tensor:
@@ -88,7 +88,7 @@ def of_rows(graph: GraphModule, rows: Tensor) -> Any:
 
 
 def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
-    """Which of the parts of the first input, of these sizes, the results depend on, or may."""
+    """For each part of the first input, of these sizes, whether the results may depend on it."""
     theta = next(node for node in graph.graph.nodes if node.op == "placeholder")
     found: set[Any] = set()
     for node in theta.users:
@@ -101,8 +101,8 @@ def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
 
 
 def result_of(graph: GraphModule, number: int) -> GraphModule:
-    """A graph for one of the results of ``graph``, of the operations that it needs. One that raises
-    an error stays with what it looks at: where there is no derivative there may be a value.
+    """A graph with only the operations for one of the results of ``graph``. An operation that may
+    raise an error stays if its inputs do: the value may exist where the derivative does not.
     """
     part = Graph()
     results: Any = part.graph_copy(graph.graph, val_map={})
@@ -120,9 +120,9 @@ def result_of(graph: GraphModule, number: int) -> GraphModule:
 
 
 def most_bytes(graph: GraphModule, *inputs: Tensor) -> int:
-    """The most memory that intermediate results of ``graph`` take at once."""
-    # Not Interpreter.run: that makes a progress bar, whose lock Pyro's own progress bars may hold
-    # for ever in a process forked from theirs.
+    """The largest memory of the intermediate results of ``graph`` that exist at the same time."""
+    # Not Interpreter.run: it creates a progress bar, whose lock may be held for ever by Pyro's
+    # progress bars in a process that was forked from theirs.
     run, most = Interpreter(graph), 0
     run.args_iter, run.env = iter(inputs), {}
     for node in graph.graph.nodes:

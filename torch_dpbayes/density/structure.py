@@ -1,4 +1,4 @@
-"""Read from shapes alone which sites of a model belong to the records."""
+"""Find which sites of a model belong to the records, from shapes alone."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Structure:
     """The data plate and the names of the sites in it."""
 
     plate: str
-    plate_dim: int  # that it takes among the batch dimensions of its sites
-    plate_size: int  # as the model was run
+    plate_dim: int  # its dimension among the batch dimensions of its sites
+    plate_size: int  # in the model's run
     observed: list[str]
-    discrete: list[str]  # latents, all of which lie in it; they are summed out
-    deepest_dim: int  # how many batch dimensions all plates of the model take
-    # sites outside of it that are functions of the latents alone, like pyro.factor and what
-    # reparametrisations leave behind; they belong to the prior
+    discrete: list[str]  # latents, which are all in the plate; they are summed out
+    deepest_dim: int  # number of batch dimensions of all plates of the model
+    # sites outside the plate that are functions of the latents alone, like pyro.factor and sites of
+    # reparametrisations; they belong to the prior
     outside: list[str]
-    factors: list[str]  # those of them that the model itself wrote
+    factors: list[str]  # sites of ``outside`` that the model itself wrote
 
 
 def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
-    """The structure of ``model`` from one run on made-up data of the size of the real ones.
+    """The structure of ``model``, from one run on synthetic data.
 
     Raises:
-        UnfitModel: the records' factors cannot be told apart.
+        UnfitModel: the factors of the records cannot be separated.
     """
     trace = _traced(model, arguments)
     dim, size = _data_plate(trace, plate)
@@ -58,7 +58,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
                 " record has no bound: move it into the plate."
             )
     if factors:
-        # a number that they close over cannot be told from a public constant
+        # a number in a closure cannot be distinguished from a public constant
         _log.warning(
             "sites %s outside the plate %r count as part of the prior and are not charged:"
             " numbers in them must not come from the records",
@@ -82,15 +82,15 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
             args, kwargs = arguments.made_up_call(flavour)
             try:
                 return poutine.trace(model).get_trace(*args, **kwargs)
-            except UnfitModel as error:  # to which Pyro appends a table of shapes
+            except UnfitModel as error:  # without Pyro's table of shapes
                 raise UnfitModel(str(error).splitlines()[0]) from None
             except Exception as error:
                 errors.append(error)
     if isinstance(errors[0], NotImplementedError):
         raise improper(errors[0]) from errors[0]
-    if not arguments.count_is_public:  # the text has shapes
+    if not arguments.count_is_public:  # the error's text has shapes
         raise UnfitModel(
-            f"the model does not run on made-up data: {type(errors[0]).__name__}. Try it on such"
+            f"the model does not run on synthetic data: {type(errors[0]).__name__}. Test it on such"
             f" data yourself; {ROWS_ONLY}"
         ) from None
     if any(not shape[0] for shape in arguments.shapes.values()):
@@ -148,7 +148,7 @@ def _subsamples(plate: str) -> UnfitModel:
 
 def _sites(trace: Trace, plate: str) -> tuple[list[str], list[str], list[str]]:
     """Names of the observed sites and of the discrete latents in the plate, and of the observed
-    sites outside of it.
+    sites outside the plate.
     """
     observed: list[str] = []
     discrete: list[str] = []

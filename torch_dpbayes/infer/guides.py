@@ -1,4 +1,4 @@
-"""Pyro's Gaussian guides as functions of their parameters and of public random numbers."""
+"""Pyro's Gaussian guides, as functions of their parameters and of public random numbers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from ..density.arguments import Call
 from ..density.pyro_runs import public_randomness
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 
-# exactly these classes: a subclass may have a forward() that looks at data
+# exactly these classes: the forward() of a subclass may read data
 _GAUSSIAN = (AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)
-_NAME = "_pyro_name"  # of the parameters in the store; there is no public way to it
+_NAME = "_pyro_name"  # the guide's name in the parameter store; Pyro has no public attribute
 
 
 class GaussianGuide:
-    """θ = m + Le with e ~ N(0, I): ∂θ/∂φ and the entropy follow without the data. The guide is one
-    of Pyro's, not yet run: else its parameters may come from data.
+    """θ = m + Le with e ~ N(0, I): ∂θ/∂φ and the entropy do not need the data. The guide is one
+    of Pyro's. It must not have run before, because its parameters could then depend on data.
     """
 
     def __init__(self, guide: AutoGuide) -> None:
         if type(guide) not in _GAUSSIAN:
             names = ", ".join(kind.__name__ for kind in _GAUSSIAN)
             raise ArgumentTypeError(
-                f"the guide is a {type(guide).__name__}, which may look at data: use {names}.",
+                f"the guide is a {type(guide).__name__}, which may read data: use {names}.",
                 code="pyro-guide",
             )
         _require_unused(guide)
         self._guide = guide
 
     def set_up(self, call: Call, prior: Prior) -> None:
-        """Make the guide's parameters from synthetic records, and refuse a guide of other latents
-        than those of ``prior``.
+        """Create the guide's parameters from synthetic records. Refuse a guide whose latents are
+        not those of ``prior``.
         """
         guide = self._guide
         _require_unused(guide)
@@ -68,11 +68,11 @@ class GaussianGuide:
             for name, site in sites.items()
         ):
             raise ArgumentError(
-                f"the guide is for the latents {sorted(sites)}, the model's continuous ones are"
+                f"the guide has the latents {sorted(sites)}, the model the continuous latents"
                 f" {sorted(ones)}, or supports differ: build the guide from this model.",
                 code="pyro-guide",
             )
-        # θ's coordinates are the sites in sorted order, the guide's those of the trace
+        # θ has the sites in sorted order, the guide in the order of its trace
         places = prior.unflatten(torch.arange(prior.dimension))
         self._names = list(places)
         self._from_trace = torch.argsort(torch.cat([places[name].reshape(-1) for name in sites]))
@@ -92,7 +92,7 @@ class GaussianGuide:
         return torch.cat(pieces), entropy
 
     def require_own(self) -> None:
-        """Raise if the guide has other parameters than those that the run made."""
+        """Raise if the guide's parameters are not the ones that the run created."""
         if any(p is not self.parameters.get(n) for n, p in self._guide.named_parameters()):
             raise StateError(
                 "the guide's parameters were replaced since the last step (by Pyro's parameter"

@@ -1,4 +1,4 @@
-"""DPSVI: variational inference by Pyro's Gaussian guides on clipped, noisy gradients."""
+"""DPSVI: variational inference with Pyro's Gaussian guides on clipped, noisy gradients."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from ..processes import Lock
 from .guides import GaussianGuide
 
 _log = logging.getLogger("torch_dpbayes")
-_WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
+_WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers, which have no public attribute
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
-_LATER: Any = None  # of what there is from the first step on
-_DRAWS = 100  # of the guide, for one at which the model can be evaluated
+_LATER: Any = None  # the value before the first step
+_DRAWS = 100  # largest number of draws until the model can be evaluated at one
 _INDEPENDENCE = "by torch.func.vmap over a graph recorded on synthetic records"
 _RECENT = 3  # iterate t counts about t³ times in the average
 
@@ -61,30 +61,31 @@ class DPSVI:
         \partial\phi}\Big)^{\!\top}\big(\tilde g - \nabla\log p(\theta)\big)
         - \nabla_\phi H[q_\phi]
 
-    The noise has the d dimensions of θ; φ has at least 2d ("aligned" gradients). θ is in
-    unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
-    iterates, in which the t-th has a weight of about t³. It is narrower than the posterior given
-    the releases, because it ignores the privacy noise. For intervals that include the noise use
+    The noise has only the d dimensions of θ, whereas φ has at least 2d ("aligned" gradients). θ is
+    in unconstrained space. The entropy H and the prior are exact. The guide has an average of the
+    iterates, where iterate t has a weight of about t³. It is narrower than the posterior given the
+    releases, because it ignores the privacy noise. For intervals that include the noise use
     :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
     Prediger, Honkela and Kaski (2023) for aligned gradients.
 
     Args:
-        model: a Pyro model with one data plate that takes its data as arguments, without a
-            ``pyro.param`` to train (:class:`~torch_dpbayes.density.RecordDensity` says more).
+        model: a Pyro model with one data plate that gets its data as arguments, without a trainable
+            ``pyro.param`` (see also :class:`~torch_dpbayes.density.RecordDensity`).
         guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
-            ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from
+            ``AutoLowRankMultivariateNormal`` that did not run yet. Its start values come from
             synthetic records; your ``init_loc_fn`` must not use the data.
-        optim: one of Pyro's optimizers, with a dict of arguments. It is tried on synthetic
+        optim: one of Pyro's optimizers, with a dict of arguments. It is tested on synthetic
             gradients before the first charge.
-        loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
+        loss: one of Pyro's ELBOs, with one particle. Here all ELBOs have the same gradient.
         max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Near the
-            true parameters fewer than 1 % should be longer. No release shows how many are.
+            true parameters, choose it so that fewer than 1 % of the gradients are longer. No
+            release shows how many are.
         noise_multiplier: z, noise std / C. 0: not private.
         expected_batch_size: B, a public constant; the sampling rate is q = B/N.
-        num_data: N, a public constant. None: counted, under replace-one, where it is public.
-        accountant: None: one of its own, for neighbours that replace one record.
+        num_data: N, a public constant. None: the number of records, if it is public (replace-one).
+        accountant: where every step is charged. None: a new one for replace-one.
         data_plate: the name of the plate of records.
 
     Raises:
@@ -135,22 +136,22 @@ class DPSVI:
         self._average: dict[str, Tensor] = {}
         self._num_steps = 0
         self._noise = GaussianNoise()
-        self._lock = Lock()  # of many threads one makes a step
+        self._lock = Lock()  # only one thread at a time makes a step
 
-    # -- what pyro.infer.SVI has -------------------------------------------------------------------
+    # -- interface of pyro.infer.SVI ---------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Charge one release, draw it, and move the guide's parameters.
 
         Args:
-            args, kwargs: those of the model, with *all* of the data, in the same tensors at every
-                step: the batch is drawn here.
+            args, kwargs: the model's arguments, with *all* data, in the same tensors at every step:
+                this method draws the batch.
 
         Returns:
             NaN: the loss would be a release without noise.
 
         Raises:
-            PrivacyBudgetExceeded: the step does not fit the budget; nothing has changed.
+            PrivacyBudgetExceeded: the step does not fit the budget; nothing changes.
             ValueError: model, data or optimizer do not fit; nothing was released.
             FloatingPointError: a parameter would not be finite; parameters are unchanged, the
                 charge stays.
@@ -165,9 +166,9 @@ class DPSVI:
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
-        """Take ``num_steps`` steps of the same ``args`` and ``kwargs``.
+        """Take ``num_steps`` steps with the same ``args`` and ``kwargs``.
 
-        Raises: as :meth:`step`; ``PrivacyBudgetExceeded`` before the first step, if not all of them
+        Raises: as :meth:`step`; ``PrivacyBudgetExceeded`` before the first step if not all steps
             fit the budget.
         """
         positive_count(num_steps, "num_steps")
@@ -189,8 +190,8 @@ class DPSVI:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The charges, the iterate, its average, the optimizer's state and the number of steps. No
-        records.
+        """The charges, the iterate, its average, the optimizer's state and the number of steps. It
+        contains no records.
         """
         if self._density is None:
             raise StateError("there is no state before the first step.")
@@ -237,7 +238,7 @@ class DPSVI:
         return PoissonSampledDpEvent(self._rate, event)
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the model and take hold of the data. Nothing is released, nothing charged."""
+        """Check the model and store the data. Nothing is released or charged."""
         with torch.no_grad():
             density = RecordDensity(
                 self.model,
@@ -262,7 +263,7 @@ class DPSVI:
         if self._saved is not None:
             with reading_state():
                 self._resume(self._saved)
-        self._leaves, _ = tree_flatten((args, kwargs))  # kept, so that no other takes an identity
+        self._leaves, _ = tree_flatten((args, kwargs))  # kept, so that no other object gets its id
         self._identities = [*map(_identity, self._leaves)]
         self._num_data, self._density = count, density
 
@@ -282,9 +283,9 @@ class DPSVI:
             )
         self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
         self._num_steps = saved["num_steps"]
-        # empty where the saved run has made no step
+        # empty if the saved run has made no step
         for p, states in zip(parameters.values(), saved["optim"], strict=False):
-            self.optim([p])  # makes its optimizer; without a gradient it moves nothing
+            self.optim([p])  # creates its optimizer; without a gradient nothing moves
             for part, state in zip(_parts(self.optim.optim_objs[p]), states, strict=True):
                 part.load_state_dict(copy.deepcopy(state))
 
@@ -333,7 +334,7 @@ class DPSVI:
             self._average[name].lerp_(self._iterate[name], weight)
 
     def _drawn(self) -> tuple[Tensor, Tensor]:
-        """θ where the model can be evaluated, whatever the records are, and the entropy."""
+        """A draw θ at which the model can be evaluated, whatever the records are; the entropy."""
         prior = self._density.prior
         for _ in range(_DRAWS):
             theta, entropy = self._gaussian.draw()
@@ -347,14 +348,14 @@ class DPSVI:
         )
 
     def _released(self, theta: Tensor) -> Tensor:
-        """The noisy gradient of −Σ log p(x_i | θ), in float64, at a θ where made-up records have
-        gradients: elsewhere one record could end the sum of all.
+        """The noisy gradient of −Σ log p(x_i | θ), in float64. At θ synthetic records must have
+        gradients: otherwise one record could stop the sum.
         """
         require_single_process()
         self._accountant.compose(self._event, label="DPSVI")
         if not self._num_steps:
             self._accountant.note(f"DPSVI: records are kept apart {_INDEPENDENCE}")
-        # a new sampler for every step: no draw is ever used twice
+        # a new sampler for every step: no draw is used twice
         records = next(iter(PoissonSampler(self._density.num_records, self._rate, None, 0)))
         drawn = self._density.of(torch.tensor(records, dtype=torch.long))
         total = drawn.clipped_gradient_sum(theta, self._max_grad_norm)
@@ -369,7 +370,7 @@ def _check_optim(optim: Any) -> None:
         raise ArgumentTypeError(f"optim must be one of pyro.optim's optimizers, got {optim!r}")
     if callable(optim.pt_optim_args) or callable(optim.pt_clip_args):
         raise ArgumentTypeError(
-            "optim takes its arguments by parameter name: pass a dict, Adam({'lr': 0.01})."
+            "optim computes its arguments by parameter: pass a dict instead, Adam({'lr': 0.01})."
         )
     if optim.optim_objs or getattr(optim, _WAITING):
         raise ArgumentError(
@@ -379,7 +380,7 @@ def _check_optim(optim: Any) -> None:
 
 
 def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse what would fail after the first charge, by a step on parameters like these."""
+    """Refuse an optimizer that would fail after the first charge: test it on similar parameters."""
     tried = copy.copy(optim)
     tried.optim_objs, tried.grad_clip = {}, {}
     tried.pt_optim_args = copy.deepcopy(optim.pt_optim_args)  # a scheduler may write to tensors
@@ -402,7 +403,7 @@ def _check_loss(loss: Any) -> None:
         raise ArgumentTypeError(f"loss must be an ELBO, one of {names}; got {type(loss).__name__}.")
     if loss.num_particles != 1:
         raise ArgumentError(
-            f"num_particles = {loss.num_particles} would need as many releases per step: use 1."
+            f"num_particles = {loss.num_particles} needs one release per particle: use 1."
         )
 
 
@@ -412,8 +413,8 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _identity(leaf: Any) -> tuple[Any, ...]:
-    """Equal for two arguments that are the same data; a tensor's memory and how often it was
-    written to, not its values.
+    """Equal for two arguments if they are the same data: for a tensor, its memory and the number of
+    writes to it, not its values.
     """
     if isinstance(leaf, Tensor):
         written = 0 if leaf.is_inference() else leaf._version

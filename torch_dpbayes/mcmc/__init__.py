@@ -2,7 +2,7 @@
 posterior.
 
 Each algorithm has one file, with the same parts in the same order: formula, source, arguments and
-privacy of the class; its settings; what it forgets and never pickles; ``_prepare`` (the model and
+privacy of the class; its settings; the state that is not pickled; ``_prepare`` (the model and
 the data), ``_start``, ``_charges`` and ``_candidate``, if they differ from the base class. For a
 new kernel copy ``penalty.py``.
 

@@ -32,10 +32,10 @@ class MCMC(pyro.infer.MCMC):
     """``pyro.infer.MCMC`` for private kernels, needed for parallel chains.
 
     Each parallel chain gets its own copy of the kernel, with the chain's number and start. The
-    kernel keeps every draw as it arrives: :meth:`PrivateKernel.get_samples` has them also when the
+    kernel stores every draw at once: :meth:`PrivateKernel.get_samples` also returns them if the
     budget, an error or Ctrl-C ends the run. Then the other chains stop after their iteration and
-    return what they reserved of the budget. If a chain is killed, the run ends, too, and the
-    charges and reservations of this chain stay. A warning says if the chains have not mixed.
+    return their unused reservations. If a chain is killed, the run ends, too, and the charges and
+    reservations of this chain stay. A warning says if the chains have not mixed.
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
@@ -75,22 +75,22 @@ class MCMC(pyro.infer.MCMC):
             PrivacyBudgetExceeded: an iteration did not fit into the budget.
             StateError: a parallel chain was killed.
         """
-        # Pyro keeps its runner on its list of effects, which all threads share
+        # Pyro runs chains inside a handler on its stack, which all threads share
         with using_pyro, self.kernel.in_run():
             try:
                 super().run(*args, **kwargs)
             finally:
                 self.sampler.terminate()
-                self._args = self._kwargs = None  # the records, which a pickle would hold
+                self._args = self._kwargs = None  # the records: a pickle must not have them
         if (complaint := complaint_of(self.kernel.diagnostics())) is not None:
             warnings.warn(complaint, stacklevel=2)
 
 
 class _ParallelChains:
-    """Chains side by side, each with a copy of the kernel, in the place of Pyro's sampler.
+    """Replaces Pyro's sampler of parallel chains. Each chain has its own copy of the kernel.
 
-    A chain has a pipe of its own and nothing that chains share: one that is killed, even in the
-    middle of a message, leaves no lock behind, and its pipe ends.
+    Each chain has its own pipe, and chains share nothing. So a chain that is killed, even in the
+    middle of a message, holds no lock, and its pipe is closed.
     """
 
     def __init__(self, pyros: Any, is_silent: bool) -> None:
@@ -101,7 +101,7 @@ class _ParallelChains:
         self._count, self._context = pyros.num_chains, pyros.ctx.get_context()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._open: dict[Connection, int] = {}  # those that can be read, with the chain's number
+        self._open: dict[Connection, int] = {}  # pipes that can be read, and their chains
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
         """Yield the results of every chain, with the chain's number."""
@@ -130,7 +130,7 @@ class _ParallelChains:
             daemon=True,
         )
         process.start()
-        # now the chain alone can write: its pipe ends when it ends
+        # now only the chain can write: the pipe is closed when the chain ends
         theirs.close()
         self._processes.append(process)
         self._pipes.append(ours)
@@ -155,13 +155,13 @@ class _ParallelChains:
                     running.discard(number)
 
     def _messages(self, timeout: float | None = None) -> Iterator[tuple[int, str, Any]]:
-        """One message of each chain that has sent some; draws are kept."""
+        """One message of each chain that has sent one. Draws are stored, not returned."""
         for pipe in wait(list(self._open), timeout):
             assert isinstance(pipe, Connection)
-            number = self._open.pop(pipe)  # Ctrl-C in the middle of a message leaves it unreadable
+            number = self._open.pop(pipe)  # Ctrl-C in the middle of a message breaks the pipe
             try:
                 kind, value = pipe.recv()
-            except Exception:  # it ended, perhaps in the middle of a message
+            except Exception:  # the chain ended, perhaps in the middle of a message
                 kind, value = "gone", None
             else:
                 self._open[pipe] = number
@@ -183,7 +183,7 @@ class _ParallelChains:
         )
 
     def terminate(self, *_ignored: Any) -> None:
-        """Ask the chains that still run to stop, and keep the draws that are on their way."""
+        """Ask the running chains to stop, and store the draws that they have sent."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send_bytes(b"stop")
@@ -203,7 +203,7 @@ class _ParallelChains:
 class Chain(NamedTuple):
     """A parallel chain, in its own process."""
 
-    pipe: Connection  # to who started the chain, and sends one message: that it has to end
+    pipe: Connection  # to the process that started the chain, whose only message is to stop
     shows_progress: bool
     start: Start
     seed: int
@@ -216,13 +216,13 @@ class Chain(NamedTuple):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run the whole chain. After an iteration it ends if it was asked to, or if the process
-        that started it has ended.
+        """Run the whole chain. It stops after an iteration if the process that started it asks it
+        to stop, or has ended.
         """
         warmup_steps, num_samples, hook = settings
         starter = os.getppid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the chain asks it to stop
-        # else the pipe would go on after the chain, as long as a process that it forked
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the starter asks it to stop
+        # else a process that the chain forks would keep the pipe open after the chain's end
         os.register_at_fork(after_in_child=self.pipe.close)
         pyro.set_rng_seed(self.seed)
         torch.set_default_dtype(self.defaults[0])
@@ -236,7 +236,7 @@ class Chain(NamedTuple):
                 self._send("progress", kernel.logging())
             if hook:
                 hook(kernel, *what)
-            # what else the starter forked may keep its end of the pipe open
+            # after the starter's end, its other children may keep its end of the pipe open
             if self.pipe.poll() or os.getppid() != starter:
                 raise KeyboardInterrupt
 
@@ -251,9 +251,9 @@ class Chain(NamedTuple):
                 told: Exception = error
                 try:
                     pickle.loads(pickle.dumps(error))
-                except Exception:  # it cannot be sent
+                except Exception:  # the error cannot be sent
                     told = StateError(f"a chain failed with a {type(error).__name__}.")
-                # beside it, for not every error keeps its notes on the way
+                # the traceback is sent separately: pickling loses the notes of some errors
                 self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
 
     def _send(self, kind: str, value: Any) -> None:
@@ -261,10 +261,10 @@ class Chain(NamedTuple):
             value = {name: _plain(part) for name, part in value.items()}
         try:
             self.pipe.send((kind, _plain(value)))
-        except ConnectionError:  # who started the chain has ended
+        except ConnectionError:  # the process that started the chain has ended
             raise KeyboardInterrupt from None
 
 
 def _plain(value: Any) -> Any:
-    """A tensor as an array: torch would send it through memory that the processes share."""
+    """A tensor as an array: torch would send a tensor through shared memory."""
     return value.detach().cpu().numpy() if type(value) is Tensor else value

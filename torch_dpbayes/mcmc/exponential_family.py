@@ -1,5 +1,5 @@
-"""The penalty algorithm for exponential families: the data are looked at once, whatever the
-number of iterations.
+"""The penalty algorithm for exponential families: it reads the data once, whatever the number of
+iterations.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class ExponentialFamilyPenalty(PrivateKernel):
         \Delta A = A(\theta') - A(\theta)
 
     Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This equals fresh noise
-    N(0, (zC)²I) on the sum of the sufficient statistics; only its component along Δη matters and is
-    drawn. If no s(x_i) is clipped, the stationary distribution is exactly the posterior. Once the
-    sum is known an iteration costs the same for ten records and for ten million.
+    N(0, (zC)²I) on the sum of the sufficient statistics. Only its component along Δη matters, so
+    only this is drawn. If no s(x_i) is clipped, the stationary distribution is exactly the
+    posterior. Once the sum is known, an iteration takes as long for ten records as for ten million.
 
-    If n is private, too, it gets noise with the rest: a record then moves Δη·Σs − nΔA by at most
+    If n is private, too, the noise must also hide n: a record then moves Δη·Σs − nΔA by at most
     C‖Δη‖ + abs(ΔA), and σ = z·(C‖Δη‖ + abs(ΔA)).
 
-    Source: Yıldırım and Ermiş (2019), Algorithm 3, where the sum itself is released; for a private
-    n that would take √((C²+1)(‖Δη‖² + ΔA²)) in place of C‖Δη‖ + abs(ΔA), which is never less.
+    Source: Yıldırım and Ermiş (2019), Algorithm 3, which releases the sum itself. For a private n
+    this needs √((C²+1)(‖Δη‖² + ΔA²)), which is never less than C‖Δη‖ + abs(ΔA).
 
     Args:
         prior: Pyro model of θ alone, without arguments and observations. The data are the arguments
-            of ``MCMC.run``: tensors of one length, one row a record.
+            of ``MCMC.run``: tensors of one length, with one row per record.
         sufficient_statistics: a function from one record (its row of every argument) to the vector
             s(x). It runs for each record alone (``torch.func.vmap``).
         natural_parameters: a function from θ, a dict of the prior's values by site, to the vector
@@ -52,8 +52,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
         noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not
             private.
         accountant: where every iteration is charged.
-        num_data: n, a public constant. None: the number of rows, which is public under replace-one;
-            under add-or-remove-one it is noised.
+        num_data: n, a public constant. None: the number of rows, which is public under replace-one,
+            and gets noise under add-or-remove-one.
         proposal_scale, proposal, target_accept_prob: as in
             :class:`~torch_dpbayes.mcmc.DPPenalty`.
 
@@ -148,7 +148,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
         bound = self._max_norm * float(torch.linalg.vector_norm(natural)) + (
             abs(normalizer) if self._noised_count else 0.0
         )
-        # a norm of 0 may be one that was rounded to it
+        # if the norm was rounded to 0, there would be no noise on the sum
         total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer
         rest = log_prior - self._log_prior + log_proposal_ratio
         return Candidate(moved, log_prior, total, rest, bound, {"_current": there})
@@ -161,7 +161,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
         return natural.detach().double().reshape(-1), float(normalizer)
 
     def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
-        """η and A at θ, or None where they are not finite. No function of the data."""
+        """η and A at θ, or None if they are not finite. This does not depend on the data."""
         try:
             natural, normalizer = self._at(self._prior.constrain(theta))
         except Exception:

@@ -2,8 +2,8 @@
 so far.
 
 One iteration of a kernel charges everything that it is going to release, draws the noise, and
-accepts or rejects. Warm-up, rejected proposals and every chain are charged alike. Whatever happens
-with the noisy numbers is post-processing.
+accepts or rejects. Warm-up iterations, rejected proposals and every chain are charged, too.
+Everything that is computed from the noisy numbers is post-processing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .proposals import Moves, RandomWalk, free_move
 if TYPE_CHECKING:
     from .multi_owner import ManyOwners
 
-_LATER: Any = None  # of what there is from setup() on
+_LATER: Any = None  # the value before setup()
 _DRAWS = 100
 _UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
-Start = Draw | None  # where a chain starts; None: nobody said
+Start = Draw | None  # where a chain starts; None: the user did not say
 
 
 class Candidate(NamedTuple):
@@ -48,26 +48,26 @@ class Candidate(NamedTuple):
     log_prior: float
     log_ratio: float  # the sum over records, exact and clipped. Private data
     rest: float  # ratios of the prior and of the proposal, kinetic energies
-    bound: float  # how far one record can move log_ratio. 0: no record has a part in it
+    bound: float  # how far one record can move log_ratio. 0: it does not depend on records
     kept: dict[str, Any]  # attributes of the kernel that change with θ
 
 
 class PrivateKernel(MCMCKernel):
     """Base class of the private kernels. A subclass states what an iteration releases, and
-    proposes.
+    proposes points.
 
-    Every iteration is charged to ``accountant``. Parallel chains need one with ``path=``, which
-    processes share. Warm-up adapts the scale of the moves to ``target_accept_prob`` by the noisy
-    accept decisions alone.
+    Every iteration is charged to ``accountant``. For parallel chains it needs ``path=``, a ledger
+    that processes share. Warm-up adapts the scale of the moves to ``target_accept_prob``. For this
+    it uses only the noisy accept decisions.
 
-    **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
-    they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
-    that are never pickled, until :meth:`cleanup`. Random numbers come from the operating system:
-    Pyro's and torch's seeds do not repeat a run and do not reveal its noise.
+    **Privacy.** The charges cover draws, accept decisions and noisy log-likelihood ratios: you may
+    publish them. From :meth:`setup` until :meth:`cleanup` the kernel keeps the data, in private
+    attributes that are never pickled. Random numbers come from the operating system: Pyro's and
+    torch's seeds do not repeat a run and do not reveal its noise.
     """
 
-    _owners: ManyOwners | None = None  # None: all records are one owner's
-    # arguments that ``repr`` shows, and where they are kept
+    _owners: ManyOwners | None = None  # None: one owner has all records
+    # arguments that ``repr`` shows, and the attributes that have their values
     _told: tuple[tuple[str, str], ...] = ()
 
     def __init__(
@@ -93,7 +93,7 @@ class PrivateKernel(MCMCKernel):
         self._target = target_accept_prob if moves.proposal is None else None
         self._moves = moves
         self._initial: Start = None
-        self._starts_given = 0  # since the last set-up
+        self._starts_given = 0  # how often initial_params was set since the last setup()
         self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
         self._run_begin, self._is_run = 0, False
@@ -107,16 +107,16 @@ class PrivateKernel(MCMCKernel):
         self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     def _forget(self) -> None:
-        """Let go of what stems from the data without a charge, or belongs to this process: it is
-        not pickled either.
+        """Delete what depends on the data without a charge, and what belongs to this process.
+        Neither is pickled.
         """
         self._prior: Prior = _LATER
         self._density: RecordDensity = _LATER
-        self._terms: Tensor | None = None  # of the records, at the point where the chain is
+        self._terms: Tensor | None = None  # the records' terms at the chain's current point
         self._noise: GaussianNoise = _LATER
         self._public: GaussianNoise = _LATER
         self._theta: Tensor = _LATER
-        # numbers of the coordinates of θ that records' terms depend on, and of the others
+        # indices of the coordinates of θ on which records' terms depend, and of the others
         self._read = self._unread = torch.empty(0, dtype=torch.int64)
         self._log_prior, self._started = 0.0, False
 
@@ -132,17 +132,17 @@ class PrivateKernel(MCMCKernel):
 
     # -- what an algorithm's file provides ---------------------------------------------------------
 
-    _multiplier: float  # of the noise on the log ratio
+    _multiplier: float  # noise multiplier of the log ratio
     _needs_gradients = False
 
     def _read_records(self, log_ratio_slope: float, data_plate: str) -> None:
-        """For a kernel whose records are read from a Pyro model."""
-        what = "a bound on |log-likelihood ratio| / distance of a record"
+        """Settings of a kernel whose likelihood is a Pyro model."""
+        what = "a bound on a record's |log-likelihood ratio| per unit of distance"
         self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, what)
         self._plate = data_plate
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        """Check the model and take hold of the data. Nothing is released, nothing charged."""
+        """Check the model and store the data. Nothing is released or charged."""
         self._density = RecordDensity(
             self.model,
             args,
@@ -154,16 +154,16 @@ class PrivateKernel(MCMCKernel):
         return self._density.prior
 
     def _start(self, theta: Tensor) -> None:
-        """A chain begins at ``theta``, or was put there."""
+        """A chain starts at ``theta``, or the caller has moved it there."""
         self._terms = None
 
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
-        """The events of the next iteration: the noisy log ratio, and those of the move."""
+        """The events of the next iteration: of the noisy log ratio, and of the move."""
         return [(events.noise_event(self._multiplier), 1), *self._moves.charges]
 
     @abstractmethod
     def _candidate(self, theta: Tensor) -> Candidate:
-        """Propose a point from ``theta``, in an iteration that was charged.
+        """Propose a point from ``theta``. The iteration is charged already.
 
         Raises:
             InvalidPoint: the model cannot be evaluated there, whatever the data are.
@@ -188,7 +188,7 @@ class PrivateKernel(MCMCKernel):
     @property
     def initial_params(self) -> Start:
         """The chain's start in unconstrained space: the user's, or else a draw from the prior.
-        Never chosen by the data.
+        It does not depend on the data.
         """
         if self._initial is not None or self._prior is None or self._theta is None:
             return self._initial
@@ -220,7 +220,7 @@ class PrivateKernel(MCMCKernel):
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Pyro calls this at the start of every chain, and once more after parallel chains.
-        Releases and charges nothing.
+        It releases and charges nothing.
 
         Raises:
             ValueError: the model or the data are not fit for record-wise clipping, see
@@ -257,11 +257,11 @@ class PrivateKernel(MCMCKernel):
         prior = self._prepare(args, kwargs)
         if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
             raise ArgumentError(
-                f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
+                f"save_params has {unknown}, but the latents are {sorted(prior.transforms)}."
             )
         self._prior, self._transforms = prior, prior.transforms
         is_read = self._reads(prior)
-        if not is_read.any():  # then every latent is moved like one that is read
+        if not is_read.any():  # then all latents are moved as if records read them
             is_read = ~is_read
         self._read, self._unread = (
             places.nonzero()[:, 0].to(prior.device) for places in (is_read, ~is_read)
@@ -279,19 +279,19 @@ class PrivateKernel(MCMCKernel):
                 return theta
         raise ArgumentError(
             f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass"
-            " initial_params= to MCMC, made without data.",
+            " initial_params= to MCMC, chosen without the data.",
             code="pyro-start",
         )
 
     def sample(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One iteration: charged first, then made.
+        """Charge one iteration, then run it.
 
         Raises:
             PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released.
                 :meth:`get_samples` returns the draws so far.
         """
         owners = self._owners
-        # what is charged is what is drawn: of many threads one makes an iteration
+        # only one thread at a time: an iteration releases exactly what it charged
         with using_pyro, owners.in_iteration() if owners else nullcontext(), torch.no_grad():
             if self._prior is None or self._public is None:
                 raise StateError(
@@ -324,8 +324,8 @@ class PrivateKernel(MCMCKernel):
 
     def _move_for_free(self) -> None:
         """Move the latents that no record reads, given the others. The likelihood does not depend
-        on them, so their law given the others is the prior's: the move leaves the posterior as it
-        is, and costs nothing.
+        on them, so their conditional law is the prior's: the posterior is invariant under the move,
+        which costs nothing.
         """
         if not len(self._unread):
             return
@@ -335,8 +335,8 @@ class PrivateKernel(MCMCKernel):
         )
 
     def _share_public_numbers(self, stage: int) -> None:
-        """Of several owners, all draw proposals, momenta and thresholds alike; a stage each for the
-        start of a chain, the iteration, and the free move after it.
+        """All owners draw the same proposals, momenta and thresholds. ``stage``: 0 at the start of
+        a chain, 1 in an iteration, 2 in the free move after it.
         """
         if self._owners:
             self._public = self._owners.public_numbers(self._iteration, stage)
@@ -350,7 +350,7 @@ class PrivateKernel(MCMCKernel):
         return math.isfinite(self._log_prior_at(theta)) and self._is_valid(theta)
 
     def _require_start(self, theta: Tensor) -> None:
-        """Refuse a point without density, where a chain would stay, at full price."""
+        """Refuse a point without density: a chain would stay there, and be charged."""
         if not self._can_start(theta):
             raise ArgumentError(
                 "at the start the prior has no density or the model cannot be evaluated: pass"
@@ -393,9 +393,9 @@ class PrivateKernel(MCMCKernel):
                 warnings.warn(complaint, stacklevel=2)
 
     def logging(self) -> OrderedDict[str, str]:
-        """For the progress bar: ε, scale and rate of noisy acceptances. Nothing exact."""
+        """For the progress bar: ε, scale and rate of noisy acceptances; no exact sums."""
         computed, epsilon = self._shown
-        if self._iteration < 1.25 * computed:  # composing may take long
+        if self._iteration < 1.25 * computed:  # computing ε may take long
             epsilon = f"> {epsilon}"
         else:
             delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
@@ -405,10 +405,10 @@ class PrivateKernel(MCMCKernel):
         return OrderedDict(epsilon=epsilon) | {"step size": f"{self._scale:.2e}", "acc. rate": rate}
 
     def diagnostics(self) -> dict[str, Any]:
-        """For the running chain, else for the last run of :class:`MCMC` or the last chain of
-        Pyro's: the rate of noisy acceptances after warm-up (of the last chain; NaN for parallel
-        ones), which draws followed a divergent move, the noisy log-likelihood ratios of all
-        iterations, as charged, split R-hat and effective sample size.
+        """Diagnostics of the running chain, else of the last run of :class:`MCMC` or the last chain
+        of Pyro's MCMC. They are the rate of noisy acceptances after warm-up (of the last chain; NaN
+        for parallel chains), the numbers of draws after divergent moves, the noisy log-likelihood
+        ratios of all iterations, split R-hat and effective sample size.
         """
         after_warmup = self._log_ratios[self._warmup_steps :]
         return {
@@ -422,13 +422,13 @@ class PrivateKernel(MCMCKernel):
         """The draws after warm-up of all chains of this kernel, also if the budget or Ctrl-C ended
         them.
 
-        After an exception ``MCMC.run`` loses its draws, which were charged; they are available here
-        (draws of parallel chains only if :class:`MCMC` ran them). Then call :meth:`cleanup` to
-        delete the data.
+        After an exception ``MCMC.run`` loses its draws, although they were charged. This method
+        returns them (draws of parallel chains only if :class:`MCMC` ran them). Afterwards call
+        :meth:`cleanup` to delete the data.
 
         Args:
-            group_by_chain: a list with a dict for each chain, instead of one dict with all draws.
-                Chains may differ in length.
+            group_by_chain: return a list with a dict for each chain, instead of one dict with all
+                draws. Chains may differ in length.
 
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).
@@ -453,18 +453,18 @@ class PrivateKernel(MCMCKernel):
             self._is_run = False
 
     def begin_chains(self, count: int) -> list[list[Draw]]:
-        """For :class:`MCMC`: lists that take the draws of parallel chains."""
+        """For :class:`MCMC`: lists for the draws of parallel chains."""
         begun: list[list[Draw]] = [[] for _ in range(count)]
         self._chains += begun
         return begun
 
     def start_at(self, start: Start) -> None:
-        """For :class:`MCMC`: where this chain of several starts; None: as it was set."""
+        """For :class:`MCMC`: set the start of a parallel chain. None: keep ``initial_params``."""
         self._initial = self._initial if start is None else start
 
     @property
     def newest_draw(self) -> Draw | None:
-        """For :class:`MCMC`: of the running chain; None in warm-up."""
+        """For :class:`MCMC`: the newest draw of the running chain; None in warm-up."""
         return self._chains[-1][-1] if self._iteration > self._warmup_steps else None
 
     def _draws_of_last_run(self) -> list[Draw]:
@@ -474,7 +474,7 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def _scale(self) -> float:
-        """The scale of the moves in force."""
+        """The current scale of the moves."""
         return self._moves.scale * math.exp(self._log_scale)
 
     def _event(self) -> events.DpEvent:
@@ -483,8 +483,8 @@ class PrivateKernel(MCMCKernel):
         return events.ComposedDpEvent(parts)
 
     def _gaussian(self, size: int, public: bool = False) -> Tensor:
-        """Standard normal numbers. Those that hide a sum over records are float64, as the sum
-        is; public ones have θ's dtype.
+        """Standard normal numbers: float64 if they hide a sum over records, which is float64, too;
+        of θ's dtype if they are public.
         """
         source = self._public if public else self._noise
         return source.standard_normal(
@@ -495,8 +495,8 @@ class PrivateKernel(MCMCKernel):
         return float(_normals(self._public if public else self._noise, 1))
 
     def _propose(self, walk: RandomWalk, theta: Tensor) -> tuple[Tensor, float]:
-        """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
-        read.
+        """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves only the coordinates that
+        records read.
         """
         if walk.proposal is None:
             step = walk.step(self._gaussian(len(self._read), public=True))
@@ -507,8 +507,8 @@ class PrivateKernel(MCMCKernel):
         return self._prior.flatten(params), float(ratio)
 
     def _ratio(self, theta: Tensor, moved: Tensor) -> tuple[float, float, dict[str, Any]]:
-        """The sum of the records' clipped log ratios, its bound, slope × the distance in the
-        coordinates that records read, and what is kept at ``moved``.
+        """The sum of the records' clipped log ratios; their clip bound, slope × distance in the
+        coordinates that records read; and what the kernel keeps if it accepts ``moved``.
         """
         if self._terms is None:
             self._terms = self._density.log_likelihoods(theta)
@@ -518,9 +518,9 @@ class PrivateKernel(MCMCKernel):
         return clipped_ratio_sum(self._terms, terms, bound), bound, {"_terms": terms}
 
     def _metropolis(self, candidate: Candidate | None) -> tuple[bool, float]:
-        """Whether log u < R̃ + rest − std²/2, and R̃ = the log ratio + noise of std =
-        multiplier·bound; what is not a number rejects. A point that is not valid for this owner,
-        or that noise cannot hide, is valid for none, who are told so.
+        """Whether log u < R̃ + rest − std²/2, and R̃ = log ratio + noise with std =
+        multiplier·bound. NaN rejects. All owners reject a point that is invalid for one owner, or
+        where noise cannot hide a record.
         """
         noisy, threshold = 0.0, 0.0
         is_valid = candidate is not None and self._is_hidden(candidate.bound)
@@ -540,7 +540,7 @@ class PrivateKernel(MCMCKernel):
         return self._multiplier if self._owners is None else self._owners.total_multiplier
 
     def _is_hidden(self, bound: float) -> bool:
-        """Whether noise hides what one record does to the log ratio."""
+        """Whether the noise can hide the effect of one record on the log ratio."""
         own, total = self._multiplier, self._total_multiplier
         if not own or (not bound and self._owners is None):
             return True
@@ -558,14 +558,14 @@ class PrivateKernel(MCMCKernel):
         return value
 
     def _log_prior_at(self, theta: Tensor) -> float:
-        """log p(θ), or −inf where the model cannot be evaluated."""
+        """log p(θ), or −inf if the model cannot be evaluated."""
         if not theta.isfinite().all():
             return -math.inf
         try:
             value = self._prior.log_density(theta)
         except UnfitModel:
             raise
-        except Exception:  # depends on θ alone
+        except Exception:  # the error depends on θ alone
             return -math.inf
         return value if not math.isnan(value) else -math.inf
 

@@ -1,4 +1,4 @@
-"""Whether chains have mixed, from their draws alone: these are released, so all of this is
+"""Whether chains have mixed, computed from their draws alone. Draws are released, so this is
 post-processing.
 """
 
@@ -12,8 +12,8 @@ import torch
 from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 
-LARGEST_R_HAT, LEAST_EFFECTIVE = 1.2, 20.0  # both estimates flatter short chains
-_FEWEST_DRAWS = 40  # of all chains together, below which nothing can be said
+LARGEST_R_HAT, LEAST_EFFECTIVE = 1.2, 20.0  # both look too good for short chains
+_FEWEST_DRAWS = 40  # of all chains together: with fewer, both estimates are unreliable
 _FEWEST_OF_A_CHAIN = 4
 
 
@@ -21,14 +21,14 @@ def mixing_of(
     chains: Sequence[Mapping[str, Tensor]], transforms: Mapping[str, Any] | None
 ) -> dict[str, float]:
     """Split R-hat and effective sample size of the worst coordinate, in unconstrained space; NaN
-    where there are too few draws.
+    if there are too few draws.
 
-    Both are also taken of the draws' distances from their median, so that a chain whose spread
-    changes is found. A chain that has seen one of two modes looks mixed.
+    Both are also computed for the draws' distances from their median, to detect chains whose spread
+    changes. Chains that have visited only one of two modes look mixed.
 
     Args:
-        chains: draws by site, (draws, ...); of unequal lengths where some were ended early.
-        transforms: by site, to unconstrained space.
+        chains: draws by site, (draws, ...). Chains that ended early are shorter.
+        transforms: the transform of each site to unconstrained space.
     """
     rows = [_unconstrained(chain, transforms or {}) for chain in chains]
     length = min((len(row) for row in rows), default=0)
@@ -37,7 +37,7 @@ def mixing_of(
     draws = torch.stack([row[len(row) - length :] for row in rows])
     folded = (draws - draws.flatten(0, 1).median(0).values).abs()
     both = torch.cat([draws, folded], 2)
-    # a coordinate that never moved has neither
+    # both are NaN for a coordinate that never moved
     r_hat = split_gelman_rubin(both, 0, 1).nan_to_num(nan=math.inf)
     effective = effective_sample_size(both, 0, 1).nan_to_num(nan=0.0)
     return {"R-hat": float(r_hat.max()), "effective sample size": float(effective.min())}

@@ -1,27 +1,27 @@
-r"""Chains over data that lie with several owners, who do not show them to each other.
+r"""Chains over the data of several owners, who do not show them to each other.
 
 Every owner is a rank of a ``torch.distributed`` process group, with its own records, its own
-accountant and its own noise. In an iteration a rank sends its clipped sum with its own noise on it,
-and nothing else that stems from records. All ranks compute everything else alike, from randomness
-that they share, and hence draw the same samples.
+accountant and its own noise. In an iteration a rank sends its clipped sum plus its own noise, and
+nothing else that depends on its records. All ranks compute everything else alike, from shared
+randomness, so they draw the same samples.
 
-**Who sees what.** Each owner is protected against all others together, whatever they do: read what
-passes through them, pool what they saw and subtract their own sums and noise, or send anything at
-all instead of what they should. For what an owner sends is the same Gaussian mechanism for every θ
-and θ', its noise alone gives the multiplier that it is charged with, and its own accountant counts.
-The noise of the others protects it too, against those who see the samples only, but no ε takes
-credit for that. The *samples* are right only if all owners follow the protocol.
+**Who sees what.** Each owner is protected against all others together, even if they read all
+messages, share what they saw, subtract their own sums and noise, or send arbitrary numbers. What an
+owner sends is the same Gaussian mechanism for every θ and θ'. Its own noise alone gives the noise
+multiplier of its charge, and its own accountant counts. The noise of the others also protects it
+against those who see only the samples, but no ε includes this. The *samples* are right only if all
+owners follow the protocol.
 
 **What is not protected.** That an owner takes part; when its budget ends; how long it computes,
-which hints at the number of its records; and what is told at set-up: settings, the sum of all
-squared noise multipliers, shapes and types of the data but for the number of records, densities on
-made-up records. A person with records at several owners is released by each of them: such losses
-add up over the owners' accountants. Process groups neither encrypt nor authenticate: run them
-inside a private network. What others send is read as numbers and text, and never unpickled.
+which depends on the number of its records; and what is sent at set-up: settings, the sum of all
+squared noise multipliers, shapes and types of the data (not the number of records), densities on
+synthetic records. If several owners have records of one person, add up the losses of their
+accountants. Process groups neither encrypt nor authenticate: run them inside a private network.
+Received messages are read as numbers and text, and never unpickled.
 
-**In step.** Before a sum every rank says where it is. A rank that fails, is interrupted, has no
-budget left, or runs something else, is known to all in the same message; one that says nothing any
-more, when the group's timeout is over.
+**Synchronisation.** Before each sum every rank sends its position in the protocol. If a rank fails,
+is interrupted, has no budget left, or runs something else, this message informs all ranks. If a
+rank sends nothing, the others stop at the group's timeout.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class MultiOwnerPenalty(DPPenalty):
         \qquad \sigma_j = z_j c d, \quad d = \|\theta' - \theta\|
 
     Accepts θ' iff log u < R̃ + log prior ratio − (σ_1² + … + σ_J²)/2. Each owner computes its
-    bracket, adds its own noise and is charged for it. The chain is that of
+    bracket, with its own noise, and is charged for it. The chain is that of
     :class:`~torch_dpbayes.mcmc.DPPenalty` with the noise multiplier √(Σ z_j²) on the pooled data.
 
-    Source: Yıldırım and Ermiş (2019), Algorithm 2, there with equal noise for all owners.
+    Source: Yıldırım and Ermiş (2019), Algorithm 2, where all owners have equal noise.
 
-    Every owner makes this kernel in its own process, and runs ``MCMC(kernel, ...).run(own data)``;
-    all get the same draws.
+    Every owner creates this kernel in its own process, and runs ``MCMC(kernel, ...).run(own
+    data)``. All owners get the same draws.
 
     Args:
         model: as for ``DPPenalty``. All owners need the same model and settings, except
             ``noise_multiplier`` and ``accountant``, which are this owner's.
-        process_group: the process group, with one rank for each owner. None: that of all processes.
-            An owner waits for the others until its timeout.
+        process_group: the process group, with one rank for each owner. None: the default group.
+            An owner waits for the others until the group's timeout.
         options: as for ``DPPenalty``, without ``proposal``. The noise multiplier is positive, and
             known to the others.
 
@@ -132,9 +132,10 @@ class MultiOwnerHMC(DPHMC):
     Raises:
         ValueError, OwnerError, PrivacyBudgetExceeded: as :class:`MultiOwnerPenalty`.
 
-    **Privacy.** An iteration releases an owner's L noisy gradient sums (the first one L + 1;
-    without reuse every one) and its noisy ratio to the other owners: ``GaussianDpEvent(z_g)`` and
-    ``GaussianDpEvent(z_l)``, charged to that owner by its own noise, before the trajectory starts.
+    **Privacy.** An iteration releases an owner's L noisy gradient sums (L + 1 in the first
+    iteration, and in all without reuse) and its noisy ratio to the other owners:
+    ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``, charged to that owner for its own noise,
+    before the trajectory starts.
     """
 
     def __init__(
@@ -145,10 +146,9 @@ class MultiOwnerHMC(DPHMC):
 
 
 class ManyOwners:
-    """This process' part in a chain over the records of several owners: sums are sums over the
-    owners, and everything else is the same for all of them, as are the kernel's ``options`` but for
-    its noise. Messages are those of ``distributed.py``: numbers that say where a rank is, then a
-    sum.
+    """This process' part in a chain over the records of several owners. Sums are sums over the
+    owners. Everything else is the same for all owners, also the kernel's ``options`` except noise.
+    A message of ``distributed.py`` has numbers with the rank's position, then a sum.
     """
 
     def __init__(
@@ -192,17 +192,17 @@ class ManyOwners:
 
     @contextmanager
     def in_set_up(self) -> Iterator[None]:
-        """Around a set-up: OwnerError if another could not set up or be reached."""
+        """Context of a set-up. OwnerError: another owner failed or cannot be reached."""
         self._messages = 0
         with self._stopping_together(self._ranks_here()):
             self._together = True
             yield
 
     def compare(self, density: RecordDensity, settings: dict[str, Any]) -> None:
-        """Agree on a seed, in which every owner has a part; OwnerError where the owners differ in
-        what has to be the same. ``settings`` are public.
+        """Agree on a seed to which every owner contributes. OwnerError: the owners differ in
+        something that must be the same. ``settings`` are public.
         """
-        # no function of the records, nor of their number
+        # depends neither on the records nor on their number
         latents = density.prior.unflatten(density.made_up.theta)
         described = {
             "versions": [__version__, torch.__version__, pyro.__version__],
@@ -220,7 +220,7 @@ class ManyOwners:
         self._compare_densities(density)
 
     def _compare_densities(self, density: RecordDensity) -> None:
-        """Prior and likelihood on rows that the first rank made up."""
+        """Compare prior and likelihood on synthetic rows of the first rank."""
         made_up = density.made_up
         with torch.no_grad(), without_value_checks():
             theta = self.of_first(made_up.theta)
@@ -242,7 +242,7 @@ class ManyOwners:
 
     @contextmanager
     def in_iteration(self) -> Iterator[None]:
-        """Around everything that an iteration does: what ends it is told to the others."""
+        """Context of an iteration. If an error ends it, the iterations of the others end, too."""
         ranks = self._ranks_here()
         if not self._together:
             raise OwnerError(
@@ -253,14 +253,14 @@ class ManyOwners:
             yield
 
     def public_numbers(self, iteration: int, stage: int) -> GaussianNoise:
-        """Numbers that all owners draw alike."""
+        """Random numbers that are the same for all owners."""
         return SharedRandomness(*self._seed, iteration, stage)
 
     def agreed_point(
         self, theta: Tensor, accepted: int, event: DpEvent, accountant: PrivacyAccountant
     ) -> Tensor:
-        """The first rank's θ, which differs from this one's by round-off if their processors
-        differ; once all can pay.
+        """The first rank's θ, once the budget of every owner allows the iteration. On different
+        processors this rank's θ may differ from it by round-off.
         """
         if accountant.remaining(event) < 1:
             raise PrivacyBudgetExceeded(
@@ -274,13 +274,13 @@ class ManyOwners:
         return self.of_first(theta)
 
     def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
-        """The sum of all owners' noisy gradients; InvalidPoint where one cannot evaluate the model
+        """The sum of all owners' noisy gradients. InvalidPoint: an owner cannot evaluate the model
         at θ.
         """
         total = torch.zeros(len(read) + 1, dtype=torch.float64)
         try:
             total[:-1] = own().cpu()
-        except InvalidPoint:  # for made-up records; the others have to hear of it
+        except InvalidPoint:  # on synthetic records; the other owners need to know
             total[-1] = 1.0
         total = self._sum(total)
         if total[-1]:
@@ -288,8 +288,8 @@ class ManyOwners:
         return total[:-1].to(read.device)
 
     def together(self, noisy: float, threshold: float, is_valid: bool) -> tuple[float, float, bool]:
-        """The sum of the owners' noisy log ratios, the threshold of the first, and whether the
-        point is valid for all.
+        """The sum of the owners' noisy log ratios, the first owner's threshold, and whether the
+        point is valid for all owners.
         """
         own = [noisy, threshold if self._ranks_here().rank == 0 else 0.0, float(not is_valid)]
         noisy, threshold, invalids = self._sum(torch.tensor(own, dtype=torch.float64)).tolist()
@@ -298,14 +298,14 @@ class ManyOwners:
     # -- messages ----------------------------------------------------------------------------------
 
     def end_chain(self) -> None:
-        """Tell the others, who may be waiting."""
+        """Send the other owners, who may be waiting, the end of this chain."""
         if self._together and self._ranks is not None and self._process == this_process():
             self._together = False
-            with suppress(RankError):  # what the others say no longer matters here
+            with suppress(RankError):  # errors of the others no longer matter
                 self._ranks.check_consistent(CHAIN_END)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Σ over the owners, (n,) in float64; once all are at the same message."""
+        """The sum over the owners, (n,) in float64, once all ranks are at the same message."""
         ranks, numbers = self._ranks_here(), {"the number of messages": self._messages}
         ranks.check_consistent(ITERATION, numbers)
         self._messages += 1
@@ -333,7 +333,7 @@ class ManyOwners:
 
     @contextmanager
     def _stopping_together(self, ranks: Ranks) -> Iterator[Ranks]:
-        """An error inside ends the chain of all owners, who are not told its text."""
+        """An error inside ends the chains of all owners. The others do not see its text."""
         try:
             with ranks:
                 yield ranks
@@ -351,7 +351,7 @@ class ManyOwners:
 
 
 class SharedRandomness(GaussianNoise):
-    """Standard normal numbers that all ranks draw alike. They hide nothing."""
+    """Standard normal numbers that are the same on all ranks. They hide nothing."""
 
     def __init__(self, *seed: int) -> None:
         super().__init__()

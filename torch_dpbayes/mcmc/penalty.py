@@ -19,10 +19,10 @@ class DPPenalty(PrivateKernel):
         + \sigma\xi, \qquad
         \sigma = z c d, \quad d = \|\theta' - \theta\|
 
-    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. As σ is the
-    same in both directions, this has exactly the posterior as its stationary distribution while no
-    ratio is clipped (Ceperley and Dewing 1999). d is the distance in unconstrained space, where the
-    prior has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4. This accepts
+    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. σ is equal
+    in both directions. So the stationary distribution is exactly the posterior if no ratio is
+    clipped (Ceperley and Dewing 1999). d is the distance in unconstrained space, where the prior
+    has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4. It then accepts
     23 % of small steps of equal length, and 28 % of Gaussian steps in 5 dimensions, 35 % in 2 and
     44 % in one, because short steps have less noise.
 
@@ -34,7 +34,7 @@ class DPPenalty(PrivateKernel):
             :class:`~torch_dpbayes.density.RecordDensity`.
         proposal_scale: standard deviation of the random walk: a number, or a tensor (dimension,)
             for each coordinate of θ (sites sorted by name), or a lower triangular factor
-            (dimension, dimension) of its covariance. A public constant, or made from earlier
+            (dimension, dimension) of its covariance. It must be public, or computed from earlier
             releases.
         log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of
             distance. Clip few records: clipping a twentieth of them moved the posterior of a
@@ -53,7 +53,7 @@ class DPPenalty(PrivateKernel):
 
     **Privacy.** An iteration releases R̃, whose sum moves by c·d when a record is added or removed
     and by 2c·d when one is replaced, whatever θ and θ' are: ``GaussianDpEvent(z)``, plus the event
-    of ``proposal``. Warm-up and rejected proposals count.
+    of ``proposal``. Warm-up and rejected proposals are charged, too.
     """
 
     _told = (("noise_multiplier", "_multiplier"), ("log_ratio_slope", "_slope"))

@@ -1,15 +1,14 @@
-r"""Noise for a budget, and how far it carries a chain, before anything is spent.
+r"""Noise multipliers for a budget, and how far a chain moves with them, before any charge.
 
-Where noise decides how far a step goes, an iteration that moves a distance d has the log
-acceptance probability N(−s²/2, s²), s² = d²·v, and so is accepted with probability 2Φ(−s/2). The
-expected squared distance 2Φ(−s/2)·s²/v is largest, 1.326/v, at s = 2.38; k iterations together move
-k times as far. That is the *reach*: no step size, mass matrix or number of iterations at the same
-budget gets farther. Jitter makes steps of unequal length and costs some of it: 1.298 at j = 0.2,
-.880 at j = 1.
+If noise limits the step size, an iteration over a distance d has the log acceptance ratio
+N(−s²/2, s²), s² = d²·v, and is accepted with probability 2Φ(−s/2). Its expected squared distance
+2Φ(−s/2)·s²/v is largest at s = 2.38, where it is 1.326/v. The *reach* is this number times the
+number of iterations k. No step size, mass matrix or number of iterations has a larger reach at the
+same budget. Jitter reduces it: to 1.298·k/v at j = 0.2, and to .880·k/v at j = 1.
 
-How many effective samples that is depends on the posterior. On a Gaussian with given standard
-deviations one iteration from stationarity is simulated for many step sizes, with the kernel's own
-noise; a coordinate's first autocorrelation ρ makes k iterations worth k(1−ρ)/(1+ρ) samples. Derived
+The effective sample size depends on the posterior. For a Gaussian with given standard deviations
+one iteration from stationarity is simulated, for many step sizes and with the kernel's own noise.
+If ρ is a coordinate's first autocorrelation, k iterations are worth k(1−ρ)/(1+ρ) samples. Derived
 in this project.
 """
 
@@ -34,9 +33,9 @@ from .kernel import PrivateKernel
 from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
 from .penalty import DPPenalty
 
-FEW = 10  # effective samples, below which a kernel has not mixed
+FEW = 10  # a kernel with fewer effective samples has not mixed
 _DRAWS, _SCALES = 1024, 40
-_LONGEST, _SHORTEST = 2.5, 0.01  # scales that are tried, over the longest one that makes sense
+_LONGEST, _SHORTEST = 2.5, 0.01  # tested scales: largest / optimum for noise, smallest / largest
 
 
 class Plan(NamedTuple):
@@ -45,12 +44,12 @@ class Plan(NamedTuple):
     Attributes:
         noise_multipliers: arguments for the kernel, ``DPHMC(model, **plan.noise_multipliers,
             ...)``.
-        num_iterations: (warm-up + samples) × chains, of all chains together.
-        epsilon: their total cost at ``delta``, together with the history.
-        delta: the target.
+        num_iterations: (warm-up + samples) × chains.
+        epsilon: ε at ``delta`` of these iterations and the history together.
+        delta: the target δ.
         num_steps: L of ``DPHMC``, 0 for a penalty kernel.
         log_ratio_slope, max_grad_norm: c and b, if given.
-        jitter: of the step size of ``DPHMC``.
+        jitter: jitter of the step size of ``DPHMC``.
     """
 
     noise_multipliers: dict[str, float]
@@ -64,13 +63,13 @@ class Plan(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """The squared distance in unconstrained space that all iterations of all chains together
-        can move: 1.33·k/v, with the default jitter of DP-HMC 1.30·k/v. To mix, it must be well
+        """The largest squared distance in unconstrained space that all iterations together can
+        move: 1.33·k/v, or 1.30·k/v with DP-HMC's default jitter. For chains to mix, it must be well
         above 10 times the sum of the posterior's variances. With J equal owners it is J times too
-        large, because all their noise counts.
+        large, because the noise of all owners counts.
 
         Raises:
-            ValueError: ``plan`` was not told the clip bounds.
+            ValueError: ``plan`` got no clip bounds.
         """
         return squared_distance(self.jitter) * self.num_iterations / self._variance
 
@@ -78,8 +77,8 @@ class Plan(NamedTuple):
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
     ) -> float:
         """The effective sample size of all iterations together in the worst coordinate, with the
-        best step size and a Gaussian posterior. Warm-up counts as if it were kept. For other
-        posteriors this is an upper bound.
+        best step size and a Gaussian posterior. Warm-up iterations count, too. For other posteriors
+        this is an upper bound.
 
         Args:
             posterior_stddev: standard deviations in unconstrained space, one for each coordinate
@@ -106,9 +105,9 @@ class Plan(NamedTuple):
     def step_size(
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
     ) -> float:
-        """The scale of the moves that gives this sample size: ``step_size`` of ``DPHMC``; for a
-        random walk, the factor of ``posterior_stddev`` if ``shaped``, else the standard deviation.
-        With it you need no charged warm-up: ``target_accept_prob=None``.
+        """The scale of the moves that gives :meth:`expected_sample_size`: ``step_size`` of
+        ``DPHMC``; for a random walk, the factor of ``posterior_stddev`` if ``shaped``, else the
+        standard deviation. With it you need no charged warm-up: ``target_accept_prob=None``.
 
         Args:
             posterior_stddev, shaped: as for :meth:`expected_sample_size`.
@@ -119,13 +118,13 @@ class Plan(NamedTuple):
 
     @property
     def _stds(self) -> tuple[float, float]:
-        """Standard deviations of the noise on the log ratio for each unit of distance, and on each
-        gradient, which is 0 for a penalty kernel.
+        """Standard deviations of the noise: on the log ratio per unit of distance, and on each
+        gradient (0 for a penalty kernel).
         """
         ratio, *gradient = self.noise_multipliers.values()
         if self.log_ratio_slope is None or (gradient and self.max_grad_norm is None):
             raise ArgumentError(
-                "how far a chain gets depends on the clip bounds: pass log_ratio_slope= to plan"
+                "how far a chain moves depends on the clip bounds: pass log_ratio_slope= to plan"
                 + (" and max_grad_norm=." if gradient else ".")
             )
         gradient_std = gradient[0] * (self.max_grad_norm or 0.0) if gradient else 0.0
@@ -133,7 +132,7 @@ class Plan(NamedTuple):
 
     @property
     def _variance(self) -> float:
-        """v, of the log acceptance ratio for each unit of squared distance."""
+        """v, the variance of the log acceptance ratio per unit of squared distance."""
         (ratio_std, gradient_std), steps = self._stds, max(self.num_steps, 1)
         return ratio_std**2 + gradient_std**2 * (steps - 0.5) / steps**2
 
@@ -141,12 +140,12 @@ class Plan(NamedTuple):
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], shaped: bool
     ) -> tuple[float, float]:
         """The best scale of the moves on a Gaussian posterior with independent coordinates, and the
-        share of an independent sample that an iteration is worth then.
+        effective sample size of an iteration with it.
         """
         (ratio_std, gradient_std), num_steps = self._stds, self.num_steps
         stddev = standard_deviations(posterior_stddev)
         shape = stddev if shaped else torch.ones_like(stddev)
-        # of public numbers: the same answer every time
+        # a fixed seed, for the same result in every call: all numbers are public
         generator = torch.Generator().manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -179,7 +178,7 @@ class Plan(NamedTuple):
         narrowest = float((stddev / shape).min())
         spread = float(torch.linalg.vector_norm(shape))
         by_noise = _LONGEST * 2.38 / (max(num_steps, 1) * spread * math.sqrt(self._variance))
-        # a leapfrog is stable below twice the narrowest direction; a walk need not be
+        # leapfrog steps are stable below twice the narrowest direction; a walk has no such limit
         by_shape = (2.0 if num_steps else 10.0) * narrowest
         longest = min(by_noise, by_shape)
         best, most = longest, 0.0
@@ -212,22 +211,22 @@ def plan(
     history: Iterable[tuple[Any, ...]] = (),
 ) -> Plan:
     r"""Noise multipliers for a number of iterations within a budget. (For a given noise
-    ``PrivacyAccountant.remaining`` says how many iterations fit.)
+    ``PrivacyAccountant.remaining`` returns the number of iterations that fit.)
 
-    One iteration of DP-HMC takes a ratio with noise z_l·c·d, d the distance moved, and L gradients
-    with noise z_g·b. On a straight trajectory the gradient noises change the energy by a variance
-    of z_g²b²d²(L−½)/L², so that the logarithm of the acceptance probability is N(−s²/2, s²) with s²
-    = d²·(z_l²c² + z_g²b²(L−½)/L²), and costs 1/z_l² + L/z_g². At equal cost s is smallest for
+    One iteration of DP-HMC releases a ratio with noise z_l·c·d, where d is the distance moved, and
+    L gradients with noise z_g·b. Its cost is 1/z_l² + L/z_g². On a straight trajectory the gradient
+    noise changes the energy with variance z_g²b²d²(L−½)/L². So the log acceptance ratio is N(−s²/2,
+    s²) with s² = d²·(z_l²c² + z_g²b²(L−½)/L²). At equal cost s is smallest for
 
-    .. math:: z_g / z_l = \sqrt{c/b}\,\big(L^3/(L-\tfrac12)\big)^{1/4} \approx \sqrt{Lc/b},
+    .. math:: z_g / z_l = \sqrt{c/b}\,\big(L^3/(L-\tfrac12)\big)^{1/4} \approx \sqrt{Lc/b}.
 
-    which is the split that is used. (For one dimension, much noise and c/b = 0.3, a z_g 2 to 3
-    times as large would be better.)
+    This split is used. (For one dimension, much noise and c/b = 0.3, a z_g 2 to 3 times as large
+    would be better.)
 
     Args:
         kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``; ``MultiOwnerPenalty`` and
             ``MultiOwnerHMC`` with one owner's budget.
-        target_epsilon, target_delta: for everything together.
+        target_epsilon, target_delta: for all iterations and the history together.
         num_iterations: (warm-up + samples) × chains.
         num_steps, jitter, reuse_gradients: as in ``DPHMC``.
         log_ratio_slope: c, for ``DPHMC`` and for :attr:`Plan.reach`. For
@@ -235,12 +234,12 @@ def plan(
             per unit of distance.
         max_grad_norm: b of ``DPHMC``; c and b decide how its budget is split.
         num_chains: with ``reuse_gradients`` each chain begins with one extra gradient.
-        neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
-        history: what was charged before: ``accountant.history``, or pairs (event, count).
+        neighboring: the accountant's relation, as for ``PrivacyAccountant``.
+        history: earlier charges: ``accountant.history``, or pairs (event, count).
 
     Raises:
-        ValueError: an argument is missing, superfluous or out of range, or the history alone passes
-            the target.
+        ValueError: an argument is missing, superfluous or out of range, or the history alone
+            exceeds the target.
 
     **Privacy.** Computed from public numbers: nothing is released or charged.
     """
@@ -301,12 +300,12 @@ def plan(
     return Plan(noises, iterations, spent, delta, steps, slope, norm, scatter)
 
 
-# -- how far a chain gets --------------------------------------------------------------------------
+# -- how far a chain moves -------------------------------------------------------------------------
 
 
 def squared_distance(jitter: float = 0.0) -> float:
-    """max over s of E[S²·2Φ(−S/2)], S = s·(1 + ``jitter``·(2u − 1)) with u uniform: the squared
-    distance of an iteration times v.
+    """max over s of E[S²·2Φ(−S/2)], S = s·(1 + ``jitter``·(2u − 1)) with u uniform: the expected
+    squared distance of an iteration, times v.
     """
     uniform = (torch.arange(200, dtype=torch.float64) + 0.5) / 200
     s = torch.linspace(1.0, 4.0, 601, dtype=torch.float64)[:, None]
@@ -315,14 +314,14 @@ def squared_distance(jitter: float = 0.0) -> float:
 
 
 def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:
-    """``value`` as a vector, by site sorted by name."""
+    """``value`` as a vector, with the sites sorted by name."""
     if isinstance(value, Mapping):
         sites = [torch.as_tensor(value[name]).reshape(-1) for name in sorted(value)]
         value = torch.cat(sites) if sites else torch.empty(0)
     vector = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1)
     if not len(vector) or not bool((vector.isfinite() & (vector > 0)).all()):
         raise ArgumentError(
-            "posterior_stddev is one positive standard deviation for each coordinate of the"
-            " unconstrained space: a number, a tensor, or tensors by site."
+            "posterior_stddev must have one positive standard deviation for each coordinate of the"
+            " unconstrained space: pass a number, a tensor, or tensors by site."
         )
     return vector

@@ -35,9 +35,9 @@ class Proposal(Protocol):
 
 
 class Moves:
-    """How a kernel moves, in the coordinates that records read, as its ``argument`` says: by
-    Gaussian vectors with standard deviations ``factor`` (dimension,), or with that lower triangular
-    factor (dimension, dimension) of their covariance. ``scale`` is that before warm-up adapts it.
+    """How a kernel moves the coordinates that records read: by Gaussian vectors. ``factor`` has
+    their standard deviations (dimension,), or is the lower triangular factor (dimension, dimension)
+    of their covariance; ``argument`` names it. ``scale`` is the scale before warm-up adapts it.
     """
 
     proposal: Proposal | None = None
@@ -54,12 +54,12 @@ class Moves:
         """Refuse a factor for another number of coordinates."""
         if self._factor is not None and len(self._factor) != dimension:
             raise ArgumentError(
-                f"{self._argument} is for {len(self._factor)} coordinates, records read"
-                f" {dimension} unconstrained ones of the model."
+                f"{self._argument} has {len(self._factor)} coordinates, but records read"
+                f" {dimension} unconstrained coordinates of the model."
             )
 
     def vector(self, standard: Tensor) -> Tensor:
-        """The Gaussian vector, made of a standard one."""
+        """The Gaussian vector, from a standard Gaussian one."""
         if self._factor is None:
             return standard
         factor = self._factor.to(standard)
@@ -74,7 +74,7 @@ class RandomWalk(Moves):
     def __init__(self, proposal_scale: float | Tensor | None, proposal: Proposal | None) -> None:
         if (proposal is None) == (proposal_scale is None):
             raise ArgumentError(
-                "give either proposal_scale, the standard deviation of a random walk in"
+                "pass either proposal_scale, the standard deviation of a random walk in"
                 " unconstrained space, or proposal=."
             )
         event = getattr(proposal, "event", None)
@@ -105,7 +105,7 @@ class RandomWalk(Moves):
 
 
 class Mass(Moves):
-    """Momenta p ~ N(0, M) of trajectories; M is the identity where None is given."""
+    """Momenta p ~ N(0, M) of trajectories. ``mass_matrix`` None: M is the identity."""
 
     def __init__(self, step_size: float, mass_matrix: Tensor | None) -> None:
         scale = check_positive("step_size", step_size, "of the leapfrog integrator")
@@ -134,10 +134,10 @@ class Mass(Moves):
 
 
 def _checked(argument: str, given: Tensor) -> Tensor:
-    """A tensor (dimension,) or (dimension, dimension) that lets a chain reach the whole space."""
+    """Check a tensor's shape, and that a chain with it can reach the whole space."""
     if given.dim() not in (1, 2) or given.shape[0] != given.shape[-1] or not given.isfinite().all():
         raise ArgumentError(
-            f"{argument} as a tensor is finite, and (dimension,) or (dimension, dimension)."
+            f"{argument} must be finite, of shape (dimension,) or (dimension, dimension)."
         )
     if not (given if given.dim() == 1 else given.diagonal()).gt(0).all():
         raise ArgumentError(
@@ -149,8 +149,8 @@ def _checked(argument: str, given: Tensor) -> Tensor:
 
 # -- latents that no record reads ------------------------------------------------------------------
 
-_DOUBLINGS = 30  # of a slice's first interval, at most
-_WIDTH = 1.0  # of that interval, in unconstrained space; any width is exact
+_DOUBLINGS = 30  # at most, of a slice's first interval
+_WIDTH = 1.0  # of the first interval, in unconstrained space; any width is exact
 
 
 def free_move(
@@ -160,19 +160,19 @@ def free_move(
     unread: Tensor,
     uniform: Iterator[float],
 ) -> tuple[Tensor, float]:
-    r"""Move coordinates of θ one after another by slice sampling: each leaves its law given all
-    others as it is, so the move leaves p(unread | rest) ∝ exp(``log_density``) as it is.
+    r"""Move coordinates of θ one after another by slice sampling. p(unread | rest) ∝
+    exp(``log_density``) is invariant, because the conditional law of each coordinate is.
 
-    An interval around the coordinate is doubled until both ends lie outside of the slice, then
-    shrunk towards the coordinate until a point inside is found from which the same interval could
-    have been reached. It needs no tuning.
+    An interval around the coordinate is doubled until both ends lie outside the slice. Then it is
+    shrunk towards the coordinate until a drawn point lies in the slice, and could have led to the
+    same interval. No tuning is necessary.
 
     Source: Neal (2003), "Slice sampling", Figures 4 to 6.
 
     Args:
-        log_density: of θ, no function of the data; ``value`` at ``theta``.
-        unread: numbers of the coordinates.
-        uniform: independent numbers in (0, 1).
+        log_density: a function of θ, independent of the data; ``value`` is its value at ``theta``.
+        unread: indices of the coordinates.
+        uniform: independent uniform numbers in (0, 1).
 
     Returns:
         the next θ, and its log density.
@@ -194,7 +194,7 @@ def free_move(
             if found > level and _could_come_back(at, here, there, level, low, high):
                 break
             left, right = (there, right) if there < here else (left, there)
-            if not left < right:  # the slice is narrower than the spacing of numbers
+            if not left < right:  # the slice is narrower than the spacing of floats
                 there, found = here, value
                 break
         theta = theta.clone()

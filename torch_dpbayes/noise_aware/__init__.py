@@ -1,19 +1,20 @@
 """Noise-aware posteriors: the likelihood of noisy releases is simulated.
 
-Each file needs only those above it:
+Each file imports only files above it:
 
 * ``records``: a model's records, private and simulated; ``latents``: its prior;
-* ``hamiltonian``: steps of chains; ``covariance``: a noisy matrix, and draws of it given that;
-* ``covariates``: public, or a distribution that is released once;
-* ``likelihood``: moments of simulated scores, and the likelihood of what was released;
-* ``run``: how the budget is split, and the releases;
+* ``hamiltonian``: steps of chains; ``covariance``: a noisy covariance matrix, and draws of the
+  exact one given it;
+* ``covariates``: public covariates, or their distribution, which is released once;
+* ``likelihood``: moments of simulated scores, and the likelihood of the releases;
+* ``run``: the split of the budget, and the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
 * ``last_layer``: layers of thousands of parameters;
-* ``models``: the kinds of models; ``inference``: the public functions;
+* ``models``: the supported models; ``inference``: the public functions;
 * ``sufficient_statistics``: closed forms instead of simulation.
 
 Only ``run.Mechanism``, ``sufficient_statistics`` (for conjugate families), ``last_layer`` and
-``covariance`` read private rows; what they return gets noise in the same line or the next.
+``covariance`` read private rows; their results get noise in the same line or the next.
 """
 
 from .covariance import NoisyCovariance, covariance

@@ -1,17 +1,17 @@
-r"""Do the releases agree with each other and with the prior? From what was released, and free.
+r"""Check whether the releases agree with each other and with the prior.
 
-With m linear around the mode, T ~ N(n(m + J(θ − θ_c)), Σ). Two checks, each with a false-alarm rate
-that is its threshold as far as that holds:
+With m linear around the mode, T ~ N(n(m + J(θ − θ_c)), Σ). If this holds, the false-alarm rate of
+each of the two checks is its threshold:
 
-* *each release given the others*: θ integrated out over the prior's Gaussian, the residual of one
-  block of T given the others has covariance :math:`Q_{kk}^{-1}`, Q the precision of T. Its squared
-  length is χ² if the law of the covariates is known, and under another law l noncentral χ², by the
-  squared length :math:`\lambda_l` of what l moves the residual by. For a law that is drawn from its
-  posterior the χ² with the same three moments takes its place (Imhof 1961, "Computing the
-  distribution of quadratic forms in normal variables"). A covariance of so few laws would be
-  singular, and alarm falsely;
+* *each release given the others*: with θ integrated out over the prior's Gaussian, the residual of
+  one block of T given the others has the covariance :math:`Q_{kk}^{-1}`, where Q is the precision
+  of T. Its squared length is χ² if the law of the covariates is known. Under another law l it is
+  noncentral χ², and its noncentrality :math:`\lambda_l` is the squared length of the shift of the
+  residual under l. The mixture over laws drawn from their posterior is approximated by the χ² with
+  the same three moments (Imhof 1961, "Computing the distribution of quadratic forms in normal
+  variables"). A covariance of so few laws would be singular, and cause false alarms;
 * *the prior*: the distance of the likelihood's maximum from the prior's median, in the directions
-  that the releases tell better than the prior, against draws of the prior.
+  where the releases have more information than the prior, compared with draws of the prior.
 
 **Privacy.** Post-processing of released values.
 """
@@ -37,11 +37,11 @@ from .likelihood import (
     Release,
 )
 
-FALSE_ALARMS = 0.01  # of each check, over all of its tests
+FALSE_ALARMS = 0.01  # rate of each check, over all its tests
 _BELOW = float(norm.cdf(-1.0))
-# of a Gaussian's deviation as half_distance tells it from one draw
+# relative error of a Gaussian's deviation by half_distance, times √(number of draws)
 _QUANTILE_ERROR = math.sqrt(_BELOW * (1 - 2 * _BELOW) / 2) / float(norm.pdf(1.0))
-_LEVEL = 5  # warn, note, infer, posterior, the caller
+_LEVEL = 5  # stack: warn, note, infer, posterior, the caller
 
 
 def release_p_values(
@@ -61,7 +61,7 @@ def release_p_values(
     prior_mean = torch.linalg.solve(prior_precision, slope)  # of θ − θ_c
     jacobian = n * found.jacobian
     residual = value - n * found.mean - jacobian @ prior_mean
-    # θ − θ_c under each law, one draw
+    # one draw of θ − θ_c under each law
     white = torch.randn(len(laws.means), len(prior_mean), dtype=torch.float64)
     moved = white @ torch.linalg.cholesky(theta_covariance).T
     under_laws = n * (laws.means + torch.einsum("lqd,ld->lq", laws.jacobians, moved))
@@ -83,8 +83,8 @@ def release_p_values(
 
 
 def tail_probability(square: float, lengths: Tensor, size: int) -> float:
-    """P(X ≥ ``square``) for X | l ~ noncentral χ² of ``size`` degrees of freedom and λ_l, by the
-    cumulants of the mixture over l.
+    """P(X ≥ ``square``) for X | l ~ noncentral χ² with ``size`` degrees of freedom and λ_l, from
+    the cumulants of the mixture over l.
     """
     mean = float(lengths.mean())
     apart = lengths - mean
@@ -96,9 +96,8 @@ def tail_probability(square: float, lengths: Tensor, size: int) -> float:
 
 
 def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) -> float:
-    """The p-value of a likelihood as far from the prior as this one. It uses the posterior's mean
-    and covariance of the coordinates that records read, and is approximate; 1 if the releases say
-    nothing.
+    """The approximate p-value of the likelihood's distance from the prior, from the posterior's
+    mean and covariance in the coordinates that records read; 1 if releases have no information.
     """
     precision = torch.linalg.inv(covariance)
     centre, median = fit.centre[latents.read], latents.median[latents.read]
@@ -110,7 +109,7 @@ def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) 
     told = values > 1
     if not bool(told.any()):
         return 1.0
-    into = (vectors[:, told] / values[told]).T * scale  # of a gradient, to a distance in units
+    into = (vectors[:, told] / values[told]).T * scale  # a gradient to a distance in these units
     place = (vectors[:, told].T / scale) @ (centre - median) + into @ gradient
     draws = latents.draws[:, latents.read] - median
     expected = (draws / scale) @ vectors[:, told]
@@ -123,7 +122,7 @@ def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) 
 
 
 def note_releases(p_values: Sequence[float]) -> list[str]:
-    """Lines of a statement, with a warning where the releases fit each other badly."""
+    """Lines of the statement. Warns if the releases contradict each other."""
     least = min(min(p_values) * len(p_values), 1.0)
     lines = [f"  checked     the releases against each other: p = {least:.2g}"]
     if not least >= FALSE_ALARMS:
@@ -136,13 +135,13 @@ def note_releases(p_values: Sequence[float]) -> list[str]:
 
 
 def note_prior(p_value: float) -> list[str]:
-    """Likewise where they fit the prior badly."""
+    """Lines of the statement. Warns if the releases contradict the prior."""
     lines = [f"  checked     the releases against the prior: p = {p_value:.2g}"]
     if not p_value >= FALSE_ALARMS:
         lines.append("  NOT LIKELY  the releases contradict the prior")
         warn(
-            f"the releases contradict the prior (p = {p_value:.1g}; false alarms: 1 %): the prior"
-            " pulls the mean. Widen it; features divided by k need a prior k times as wide."
+            f"the releases contradict the prior (p = {p_value:.1g}; false alarms: 1 %), which"
+            " biases the mean. Use a wider prior: k times as wide if you divide features by k."
         )
     return lines
 
@@ -156,7 +155,7 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
     """The share of records that were clipped at the last point, if noise does not hide it."""
     count, noise = clipped
     if noise > num_data / 2:
-        return ["  clipped     noise hides how many records are"]
+        return ["  clipped     noise hides the number of clipped records"]
     share = min(max(count / num_data, 0.0), 1.0)
     return [
         f"  clipped     {share:.1%} of the records at the last point, ± {noise / num_data:.1%}: the"
@@ -165,23 +164,23 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
 
 
 def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
-    """Note which parameters are decided by the prior, as far as draws show it."""
+    """Note in how many coordinates the posterior is as wide as the prior, as far as draws show."""
     if not is_reliable(draws):
         return []
     read, count = latents.read, len(draws.theta)
     chosen = torch.multinomial(draws.weights, count, replacement=True)
     spread = half_distance(draws.theta[chosen][:, read])
-    # of their ratio if nothing is told: of draws, of choosing among them, of the prior's
+    # of their ratio if posterior = prior: from draws, from resampling, from the prior's draws
     variance = 1 / draws.effective + 1 / count + 1 / len(latents.draws)
     least = 1 - float(norm.isf(FALSE_ALARMS / len(read))) * _QUANTILE_ERROR * math.sqrt(variance)
     as_wide = int((spread > least * latents.stddev[read]).sum())
     if not as_wide:
         return []
     if as_wide == len(read):
-        warn("the budget is too small for these records to move the prior: it comes back.")
+        warn("the budget is too small for these records: the posterior is as wide as the prior.")
     return [
         f"  prior       as wide as the posterior in {as_wide} of {len(read)} coordinates that"
-        " records read, as far as draws tell"
+        " records read, as far as draws show"
     ]
 
 
@@ -195,11 +194,11 @@ def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
     if is_reliable(draws):
         return [line]
     warn(
-        f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}, worth"
+        f"the draws are unreliable (Pareto k = {draws.pareto_k:.2f}, worth"
         f" {draws.effective:.0f} independent ones, R-hat = {draws.r_hat:.2f}): {advice}",
         level,
     )
-    return [line, "  NOT SURE    the draws are not to be relied on"]
+    return [line, "  NOT SURE    the draws are unreliable"]
 
 
 def note_mode(left: float) -> list[str]:
@@ -215,8 +214,8 @@ def note_simulation(likelihood: Likelihood) -> list[str]:
     """Note the number of simulated records, and whether it was large enough."""
     error = likelihood.simulation_error
     lines = [
-        f"  simulated   {likelihood.num_simulated} records; their error is {error:.1%} of a"
-        " posterior standard deviation at most, which the width includes"
+        f"  simulated   {likelihood.num_simulated} records; their error is at most {error:.1%} of a"
+        " posterior standard deviation, which the width includes"
         + ("" if error <= LARGEST_ERROR else ": num_simulated= is too small")
     ]
     if likelihood.far:

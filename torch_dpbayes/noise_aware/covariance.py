@@ -1,4 +1,4 @@
-r"""A noisy second-moment matrix of features: its release, for whitening them before a private
+r"""A noisy second-moment matrix of features: its release, for whitening features before a private
 run, and draws of the exact matrix given a release.
 
 The release is Y = G + E, with E symmetric Gaussian of standard deviation v on the diagonal and v/√2
@@ -10,16 +10,16 @@ an unknown level m and spread s, D = d(d+1)/2:
     -\log p(L, m, s \mid Y) = \frac{\|Y - e^L\|_F^2}{2v^2} + \frac{\|L - mI\|_F^2}{2s^2}
     + D \log s + \frac{d s^2}{4\tau_0^2} + \text{const}
 
-Equal eigenvalues are s = 0. A spread is learned from the eigenvalues that stand out of the noise,
-and with it how small those may be that do not: a point estimate, or a draw of Y's own noise, gives
-hidden directions the eigenvalues of the noise, and so information that records do not have. The
-logarithms are spread like a semicircle of standard deviation s√(d/2), whose prior is half normal
-with the scale τ₀ = log 10, a decade.
+s = 0 means equal eigenvalues. The eigenvalues above the noise determine s, and s determines how
+small the eigenvalues below the noise may be. A point estimate, or a draw of the noise in Y, would
+give hidden directions the eigenvalues of the noise, and so information that records do not have.
+The logarithms have about a semicircle law with standard deviation s√(d/2). The prior of this
+deviation is half normal with the scale τ₀ = log 10, a decade.
 
 Near the eigenvectors U of Y the derivative of L ↦ e^L is diagonal, :math:`f_{ij} = (e^{l_i} -
-e^{l_j})/(l_i - l_j)` (Daleckii and Krein), so that entries of UᵀLU have about the variances
-:math:`1/(s^{-2} + f^2/v^2)`, half of it off the diagonal. Hamiltonian steps with these as inverse
-masses move L; m and s have conditional distributions in closed form.
+e^{l_j})/(l_i - l_j)` (Daleckii and Krein). So entries of UᵀLU have about the variances
+:math:`1/(s^{-2} + f^2/v^2)`, half of this off the diagonal. Hamiltonian steps with these variances
+as inverse masses move L. m and s have conditional distributions in closed form.
 
 **Privacy.** Draws are post-processing of a release.
 """
@@ -44,13 +44,14 @@ from .records import shorten
 _ROWS = 2_000
 _DECADE = math.log(10.0)  # τ₀
 _EM_STEPS = 30
-_WARM_UP, _APART = 100, 10  # trajectories before the first draw, and from one to the next
+_WARM_UP, _APART = 100, 10  # trajectories before the first draw, and between draws
 _LEAPFROG_STEPS = 8
-_ACCEPTANCE = 0.8  # that the step size is adapted to in the warm-up (Beskos et al. 2013: .65 to .8)
+_ACCEPTANCE = 0.8  # target of the step size in the warm-up (Beskos et al. 2013: .65 to .8)
 _GRID = 200
-# so many have chains: of two, of which noise hides one, the Gaussian tells thrice too much
+# chains up to this size: for two columns, one of them hidden by noise, the quick draws have three
+# times too much information
 _FEW_COLUMNS = 50
-# of the eigenvalues of larger ones: steps, simulations, and the steepest power law they start as
+# fit of the eigenvalues of larger matrices: steps, simulations, the steepest power law at the start
 _FITTING_STEPS, _SIMULATED, _STEEPEST = 10, 4, 4.0
 
 
@@ -66,7 +67,7 @@ class NoisyCovariance(NamedTuple):
     noise_std: float
 
     def whitening(self, floor: float = 0.3) -> Tensor:
-        r"""The matrix that gives all features about equal variance, as far as the release shows.
+        r"""The matrix that makes the variances of all features about equal, judged by the release.
 
         .. math::
             W \propto \big(S_+ + \max(\phi \, \mathrm{tr} S / d, \; \sigma \sqrt{2d}) \,
@@ -103,7 +104,7 @@ def covariance(
     noise_multiplier: float = 10.0,
     max_feature_norm: float = 1.0,
 ) -> NoisyCovariance:
-    r"""The sum of the records' second moments, with noise.
+    r"""Release the sum of the records' second moments, with noise.
 
     Gradient descent learns slowly in directions in which features vary little, and clipping and
     noise are the same for all directions. Whitening by a private covariance makes the variances
@@ -122,8 +123,8 @@ def covariance(
     Source: Dwork et al. (2014), "Analyze Gauss", algorithm 1.
 
     Args:
-        x: ``[n, d]``, or ``[n, positions, d]``, where a whole record is scaled down. A record with
-            a number that is not finite counts as zero.
+        x: ``[n, d]``, or ``[n, positions, d]``; each whole record is scaled down. A record with a
+            number that is not finite counts as zero.
         accountant: charged before the release. The run that follows should use it, too.
         noise_multiplier: z. 10 costs a hundredth of a run at μ = 1.
         max_feature_norm: R, a public number. Records with a larger norm are scaled down to it.
@@ -149,10 +150,10 @@ def covariance(
     unit = max_feature_norm * max_feature_norm
     if not sys.float_info.min <= unit * noise_multiplier < math.inf:
         raise ArgumentError(
-            f"max_feature_norm = {max_feature_norm:g} is out of range: its square overflows, or is"
-            " next to 0"
+            f"max_feature_norm = {max_feature_norm:g} is out of range: its square overflows or"
+            " underflows"
         )
-    # the accountant doubles the bound under replace-one, where matrices move by √2 of it
+    # under replace-one the accountant assumes twice the bound, but matrices move by √2 times it
     factor = math.sqrt(2) if accountant.neighboring == "replace_one" else 1.0
     event = GaussianDpEvent(noise_multiplier * factor)
     accountant.compose(event, label="noise_aware.covariance")
@@ -162,7 +163,7 @@ def covariance(
 
 
 def normal_numbers(size: int) -> Tensor:
-    """Fresh ones, ``[size]``."""
+    """Fresh standard normal numbers, ``[size]``."""
     return GaussianNoise().standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
 
 
@@ -171,14 +172,14 @@ def with_symmetric_noise(exact: Tensor, std: float) -> Tensor:
     ``std``/√2 off it: the mean of a Gaussian matrix and its transpose.
     """
     draws = normal_numbers(exact.numel()).reshape(exact.shape)
-    # one triangle is mirrored, for rounding makes sums unsymmetric, and a difference of the halves
+    # mirror one triangle: rounding makes sums asymmetric, and the difference of the two triangles
     # would have no noise
     upper = torch.triu(exact + std * (draws + draws.T) / 2)
     return upper + torch.triu(upper, 1).T
 
 
 def _second_moments(x: Tensor, max_norm: float) -> Tensor:
-    """Their sum over records that are shortened, in units of ``max_norm``². Private data."""
+    """The sum over scaled-down records, in units of ``max_norm``². Private data."""
     size, positions = x.shape[-1], math.prod(x.shape[1:-1])
     total = torch.zeros(size, size, dtype=torch.float64, device=x.device)
     for rows in x.split(_ROWS):
@@ -194,7 +195,7 @@ def _second_moments(x: Tensor, max_norm: float) -> Tensor:
 
 
 def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """Matrices ``[count, d, d]`` from the posterior given Y and v."""
+    """Draws of G, ``[count, d, d]``, from the posterior given Y and v."""
     size, noise = len(released), noise_std**2
     values, vectors = torch.linalg.eigh(released)
     logs, level, square, variances = _by_em(values, noise)
@@ -202,7 +203,7 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
     def potential(matrices: Tensor) -> tuple[Tensor, Tensor]:
         """−log p and its gradient, in the eigenvectors of Y."""
-        if not bool(matrices.isfinite().all()):  # a step far too long
+        if not bool(matrices.isfinite().all()):  # the step is far too long
             return torch.full((1,), math.inf, dtype=torch.float64), matrices
         own, basis = torch.linalg.eigh(matrices[0])
         misfit = (basis * own.exp()) @ basis.T - diagonal
@@ -236,13 +237,13 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
 
 def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """The same, where matrices are too large for a chain, with an exact mean.
+    """Draws of G for matrices that are too large for a chain, with an exact mean.
 
     Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
-    Uᵀ diag(c) U, with U the eigenvectors of diag(c) + E, given that this has the eigenvalues y of
-    Y. Many columns nearly fix c (:func:`_spectrum`), and simulated eigenvalues are near y. Of what
-    they miss, a direction takes the share that is not noise; the rest moves all directions alike,
-    so that the trace is right.
+    Uᵀ diag(c) U, where U are the eigenvectors of diag(c) + E, given that diag(c) + E has the
+    eigenvalues y of Y. Many columns nearly determine c (:func:`_spectrum`), and simulated
+    eigenvalues are near y. Each direction is corrected by the share of its difference that is not
+    noise. The rest moves all directions equally, so that the trace is right.
     """
     size = len(released)
     if size <= _FEW_COLUMNS:
@@ -269,10 +270,10 @@ def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
 
 def _spectrum(values: Tensor, noise_std: float) -> Tensor:
-    """Eigenvalues c of G, such that those of diag(c) + E are the values of Y on average.
+    """Eigenvalues c of G, such that the eigenvalues of diag(c) + E are on average those of Y.
 
-    They start as a power law with the traces of G and of G², and are moved by what is missing
-    beyond what one release scatters by (the discrepancy principle; Morozov 1966).
+    They start as a power law with the traces of G and of G². Each step adds the part of the
+    difference that exceeds the scatter of one release (discrepancy principle; Morozov 1966).
     """
     size, noise = len(values), noise_std**2
     ranks = torch.arange(size, 0, -1, dtype=torch.float64)
@@ -295,7 +296,7 @@ def _spectrum(values: Tensor, noise_std: float) -> Tensor:
     spread = kernel @ values.square() / weight - middle.square()
 
     def smooth(numbers: Tensor) -> Tensor:
-        """Along the last dimension, by a line through eigenvalues a few v apart."""
+        """Smooth along the last dimension, by local lines through eigenvalues within a few v."""
         height = numbers @ kernel / weight
         slope = (numbers * values @ kernel / weight - middle * height) / (spread + noise / weight)
         return height + slope * (values - middle)
@@ -318,8 +319,8 @@ def _symmetric_noise(count: int, size: int) -> Tensor:
 
 
 def _by_em(values: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Eigenvalues of L, m, s² and the variances of L's entries, by EM with L Gaussian at its mode,
-    which has the eigenvectors of Y.
+    """Eigenvalues of L, m, s² and the variances of L's entries, by EM. L is approximated by a
+    Gaussian at its mode, which has the eigenvectors of Y.
     """
     size = len(values)
     free = size * (size + 1) / 2
@@ -338,19 +339,19 @@ def _by_em(values: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _derivative(logs: Tensor) -> Tensor:
-    """f ``[d, d]`` at eigenvalues of L; sinh(x)/x has a limit where two are the same."""
+    """f ``[d, d]`` at eigenvalues of L; for equal ones, the limit of sinh(x)/x."""
     half, mean = (logs[:, None] - logs) / 2, (logs[:, None] + logs) / 2
     ratio = torch.where(half.abs() < 1e-4, 1 + half.square() / 6, half.sinh() / half)
     return mean.exp() * ratio
 
 
 def _hyperparameters(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """m and s² given L: a flat prior of m; of s the density above, on a grid around its mode."""
+    """A draw of m and s² given L. m has a flat prior; s is drawn on a grid around its mode."""
     size = len(matrix)
     free = size * (size + 1) / 2
     trace = matrix.trace() / size
     apart = matrix - trace * torch.eye(size, dtype=torch.float64)
-    total = apart.square().sum()  # m integrated out, one of D is used up
+    total = apart.square().sum()  # m is integrated out, which leaves D − 1
     middle = (total / free).clamp_min(1e-300)
     grid = torch.linspace(-6.0, 6.0, _GRID, dtype=torch.float64) / math.sqrt(free) + 0.5 * math.log(
         middle

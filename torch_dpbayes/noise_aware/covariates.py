@@ -1,41 +1,41 @@
-r"""Distributions of covariates: none, public rows, or one that is released once.
+r"""Distributions of covariates: none, public rows, or a law that is released once.
 
 Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
-x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
-the real ones are; the Gaussian is stretched until the *shortened* rows have the released moments.
-Covariance matrices are drawn from their posterior given the release (:mod:`.covariance`); records
-are simulated with their mean, and posteriors under each of them are averaged. Rows of different
+x_i^\top` are released with noise. Simulated rows are Gaussian, and shortened like the real ones.
+The Gaussian is fitted so that the *shortened* rows have the released moments. Covariance matrices
+are drawn from their posterior given the release (:mod:`.covariance`). Records are simulated with
+the mean of these matrices, and the posteriors under each of them are averaged. Rows of different
 categories have different means, which are drawn, too.
 
-Beside the counts of its categories an argument has the sums of (1, x/R) over the records of each,
-and several arguments have the counts of their combinations. Rows are x = mean + Σ_j d_j[c_j] + e:
-effects of the arguments add up, and e has one covariance. With z the indicators of all categories,
-p their means, sums less n·p·mean are
+For each category of an argument, the sum of (1, x/R) over its records is released; for several
+arguments, also the counts of their combinations. Rows are x = mean + Σ_j d_j[c_j] + e: the effects
+of the arguments add up, and e has one covariance. With the indicators z of all categories and their
+means p, the sums minus n·p·mean are
 
 .. math::
     n\,\mathrm{Cov}(z)\,d + \mathrm{noise}, \qquad d_{jki} \sim N(0, \rho_{ji} \lambda_i), \qquad
     \rho_{ji} \sim \mathrm{Beta}(1, h_j)
 
-in eigenvectors of the rows' covariance, of eigenvalues λ; ρ is the share of a variance that is
-between the categories of an argument. Counts differ from equal ones, those of combinations from
-what they are if the arguments are independent, likewise: from nπ by N(0, ρ·n²π), the variance of a
-Dirichlet distribution. None is below 0, and combinations are raked to the counts of each argument
-(Deming and Stephan 1940, "On a least squares adjustment of a sampled frequency table").
+in the eigenvectors of the rows' covariance, with eigenvalues λ. ρ is the share of a variance that
+lies between the categories of an argument. Likewise, counts differ from nπ by N(0, ρ·n²π), the
+variance of a Dirichlet distribution. π is uniform; for combinations it is the law of independent
+arguments. No count is below 0, and combinations are raked to the counts of each argument (Deming
+and Stephan 1940, "On a least squares adjustment of a sampled frequency table").
 
-In all of these ρ is drawn from its posterior, then differences given it; those of one argument
-after another given the others' (Gibbs). 1/√h is uniform, and so a single √ρ, about (Gelman 2006,
-"Prior distributions for variance parameters in hierarchical models"): what noise hides is as large
-as it may be, and differences are small if all are.
+In each case ρ is drawn from its posterior, then the differences given ρ, one argument after another
+given the others (Gibbs). 1/√h is uniform, so a single √ρ is about uniform (Gelman 2006, "Prior
+distributions for variance parameters in hierarchical models"). So hidden differences may be as
+large as the noise allows, and are small if all differences are small.
 
 **Privacy.** With norms in units of R: Σx moves by at most 1 when a record is added or removed, and
 by 2 when one is replaced; Σxxᵀ by 1 or √2 in Frobenius norm (the inner product of two positive
-semi-definite matrices is not negative). A row with a number that is not finite counts as 0. Nothing
-about columns is found from the data.
+semi-definite matrices is not negative). A row with a number that is not finite counts as 0. No
+property of columns is computed from the data.
 
-A record adds m vectors (1, x/R), no longer than √2, and 1 to a combination: √(2m + 1)
-for m arguments. If it is replaced by one of another category a vector moves by 2 at most, within
-its category by ‖x − x'‖/R ≤ 2, and combinations by √2: √2·√(2m + 1). Without rows of numbers the
-vectors are 1, without combinations the last 1 is left out.
+For m arguments, a record adds m vectors (1, x/R) of norm at most √2, and 1 to a combination:
+√(2m + 1). If it is replaced, the sums of an argument move by at most 2 if its category changes, and
+by ‖x − x'‖/R ≤ 2 if not; combinations move by √2: together √2·√(2m + 1). Without rows of numbers
+the vectors are (1); without combinations the last 1 is left out.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from .covariance import gram_draws, normal_numbers, with_symmetric_noise
 from .records import ModelRecords, seeded, shorten
 
 _FITTING_STEPS = 12  # until shortened rows have the wanted moments
-_ROWS_OF_A_COLUMN = 8  # fewer have no covariance that can be inverted well
+_ROWS_OF_A_COLUMN = 8  # the covariance of fewer rows per column is badly conditioned
 _RIDGE = 1e-9  # relative
-_MOST_BETWEEN = 0.99  # of a variance, between categories
+_MOST_BETWEEN = 0.99  # largest share of a variance between categories
 _MOST_COMBINATIONS = 10_000
-_GRID = 24  # of ρ and of h
+_GRID = 24  # points of ρ and of h
 _LEAST_COUNT = 1e-6
 _SWEEPS, _RAKINGS = 20, 20
 
@@ -68,17 +68,17 @@ class FeatureShape(NamedTuple):
     """How rows of numbers are scaled down to a norm."""
 
     bound: float  # R
-    constants: Mapping[int, float]  # value by number of a constant column
+    constants: Mapping[int, float]  # value by index of a constant column
     widths: tuple[int, ...]  # how many columns each argument has
 
     @property
     def free(self) -> list[int]:
-        """Numbers of the columns that are not constant."""
+        """Indices of the columns that are not constant."""
         return [k for k in range(sum(self.widths)) if k not in self.constants]
 
     def shortened(self, rows: Tensor) -> Tensor:
-        """Rows ``[n, p]`` with their constants, the others no longer than R; 0 where one of those
-        is not finite.
+        """Rows ``[n, p]`` with the constants set, and the other columns scaled down to norm R; 0 if
+        one of these is not finite.
         """
         result, free = rows.clone(), self.free
         wide = rows[:, free].to(torch.float64)
@@ -92,7 +92,7 @@ class FeatureShape(NamedTuple):
 
 
 def constants_of(given: Any) -> dict[int, float]:
-    """Value by column: a mapping, or numbers of columns of ones."""
+    """Values by column index, from a mapping, or from indices of columns of ones."""
     try:
         pairs = given.items() if isinstance(given, Mapping) else ((k, 1.0) for k in given)
         found = {operator.index(k): float(v) for k, v in pairs}
@@ -110,15 +110,15 @@ def constants_of(given: Any) -> dict[int, float]:
 
 
 class PublicRows:
-    """Rows that are public, by number of the argument: a sample, or those of the records
-    themselves. These come in pairs of equal ones: moments are then conditional on them.
+    """Public rows by number of the argument: a sample, or the rows of the records themselves. The
+    latter are drawn in pairs of equal rows, for moments that are conditional on the rows.
     """
 
     def __init__(self, rows: Mapping[int, Tensor], *, is_paired: bool, seed: int) -> None:
         self._rows, self.is_paired, self._seed = rows, is_paired, seed
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        """Each row as often as any other, as far as ``count`` goes."""
+        """``count`` rows, each about equally often."""
         found = len(next(iter(self._rows.values())))
         wanted = count // 2 if self.is_paired else count
         with seeded(self._seed + batch):
@@ -131,10 +131,11 @@ class PublicRows:
 
 
 def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | None:
-    """The public sample that was ``given``, or the rows of public arguments; None without any.
+    """The public sample that was ``given``, or the rows of public arguments; None if there are
+    none.
 
     Raises:
-        ValueError, TypeError: they do not fit the arguments, or are not finite.
+        ValueError, TypeError: rows do not fit the arguments, or are not finite.
     """
     public, private = records.of_role("public"), records.of_role("numbers", "category")
     own: dict[int, Tensor] = {}
@@ -151,14 +152,14 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
         given = given if isinstance(given, tuple | list) else (given,)
         if len(given) != len(numbers):
             raise ArgumentError(
-                f"covariates= takes one tensor for each of {[records.names[k] for k in numbers]},"
+                f"covariates= needs one tensor for each of {[records.names[k] for k in numbers]},"
                 f" got {len(given)}."
             )
         for number, sample in zip(numbers, given, strict=True):
             if not isinstance(sample, Tensor) or not sample.dim():
                 raise ArgumentTypeError(
-                    "covariates= is a tensor of public rows, or a tuple of one for each covariate;"
-                    f" got {sample!r:.60}."
+                    "covariates= must be a tensor of public rows, or a tuple with one for each"
+                    f" covariate; got {sample!r:.60}."
                 )
             like = records.density.made_up.few()[number]
             row = records.density.arguments.rows_first(number, sample.to(like.dtype))
@@ -178,14 +179,14 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
 
 
 class Released:
-    """Covariates drawn from a released law; none where the model has none.
+    """Covariates drawn from a released law; none if the model has none.
 
     Args:
         records: the model.
-        seed: of the draws.
+        seed: the seed of the draws.
         shape: how rows of numbers are shortened.
-        moments: of rows of numbers, in units of the bound.
-        categories: what they are drawn from; None without any.
+        moments: mean and covariance of rows of numbers, in units of the bound.
+        categories: the law of the categories; None if there are none.
     """
 
     is_paired = False
@@ -203,9 +204,9 @@ class Released:
         self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        """Fresh draws, the same ones for a batch."""
+        """Draws; the same ones for the same batch."""
         if (count, batch) not in self._cache:
-            if len(self._cache) > 3:  # of the mode; batches are used once
+            if len(self._cache) > 3:  # the mode reuses few draws; other batches are used once
                 self._cache.pop(next(iter(self._cache)))
             self._cache[count, batch] = self._drawn(count, batch)
         return self._cache[count, batch]
@@ -250,12 +251,12 @@ class NoisyMoments(NamedTuple):
         seed: int,
         matrices_of: Callable[[Tensor, float, int], Tensor] = gram_draws,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Means and covariances of a row in units of R, from their posterior given the release; the
-        first one is the average of the others.
+        """Means and covariances of a row in units of R, from their posterior given the release. The
+        first pair is the average of the others.
         """
         n = max(num_data, 1)
         middle = self.total / n
-        middle = middle * shorten(middle.square().sum(), 1.0)  # more than 1 is no row of norm 1
+        middle = middle * shorten(middle.square().sum(), 1.0)  # rows have norms of at most 1
         with seeded(seed):
             released = self.products / n - torch.outer(middle, middle)
             matrices = matrices_of(released, self.products_std / n, count)
@@ -271,14 +272,14 @@ class NoisyMoments(NamedTuple):
 
 
 def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
-    """The free columns of rows ``[n, p]`` that are shortened already, no longer than 1."""
+    """The free columns of shortened rows ``[n, p]``, in units of R: norms are at most 1."""
     own = rows[:, shape.free].to("cpu", torch.float64) / shape.bound
-    # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
+    # again: rounding to few digits, for example to bfloat16, can make rows longer than the bound
     return own * shorten(own.square().sum(1), 1.0)[:, None]
 
 
 def noisy_moments(own: Tensor, multipliers: tuple[float, float]) -> NoisyMoments:
-    """Released from private rows :func:`in_units`, with z of the mean and of the products."""
+    """Release moments of private rows (:func:`in_units`), with z of the mean and the products."""
     total = own.sum(0) + multipliers[0] * normal_numbers(own.shape[1])
     products = with_symmetric_noise(own.T @ own, multipliers[1])
     return NoisyMoments(total, multipliers[0], products, multipliers[1])
@@ -290,11 +291,11 @@ def shortened_draws(
     count: int,
     grouped: tuple[Tensor, Sequence[Tensor]] | None = None,
 ) -> Tensor:
-    """Gaussian rows, shortened to norm 1, that have these moments once they are; their own moments
-    are those wanted, without the error of so many draws.
+    """Gaussian rows that have these moments after they are shortened to norm 1. The moments of the
+    drawn rows themselves are fitted, without sampling error.
 
-    ``grouped`` are what means differ by, ``[count or more, p]``, and the categories of which they
-    are the effects; effects are shrunk where they vary more than rows do.
+    ``grouped``: the differences of the rows' means, ``[count or more, p]``, and the categories that
+    cause them. The differences are shrunk if they vary more than the rows.
     """
     offsets, columns = (None, ()) if grouped is None else grouped
     size, root = len(mean), torch.linalg.cholesky(covariance)
@@ -306,11 +307,11 @@ def shortened_draws(
         between, basis = torch.linalg.eigh(white @ white.T / number)
         kept = (_MOST_BETWEEN / between.clamp_min(_MOST_BETWEEN)).sqrt()
         apart_by = (root @ (basis * kept) @ basis.T @ white).T
-        # as of Cholesky: another root would turn, and rows with it, from step to step
+        # Cholesky's root: another root would rotate, and rows with it, from step to step
         root = root @ (basis * (1 - between.clamp_max(_MOST_BETWEEN)).sqrt())
         root = torch.linalg.cholesky(root @ root.T)
     wanted, fitted = torch.linalg.cholesky(covariance), apart_by
-    # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
+    # if noise has moved the mean to norm 1, rounded rows have no covariance
     least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps
     steps = _FITTING_STEPS * (1 + len(columns))
     for step in range(steps + 1):
@@ -319,7 +320,7 @@ def shortened_draws(
         if step < steps:
             found = rows.mean(0)
             place, apart = place + mean - found, rows - found
-            for column in columns:  # steps that are short enough where these depend on each other
+            for column in columns:  # short steps, as columns may depend on each other
                 number_of = column.bincount().clamp_min(1)[:, None]
                 left = torch.zeros(len(number_of), size, dtype=torch.float64)
                 left = left.index_add(0, column, apart - apart_by) / number_of
@@ -335,7 +336,7 @@ def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
     parts = []
     for number in records.of_role("numbers"):
         row = rows[number]
-        parts.append(row.reshape(len(row), math.prod(row.shape[1:])))  # of no rows, too
+        parts.append(row.reshape(len(row), math.prod(row.shape[1:])))  # also for no rows
     return torch.cat(parts, 1)
 
 
@@ -348,8 +349,8 @@ def feature_shape(
     widths = [math.prod(few[k].shape[1:]) for k in numbers]
     if any(k >= sum(widths) for k in constants):
         raise ArgumentError(
-            f"constant_columns names column {max(constants)}, and private covariates that are"
-            f" numbers have {sum(widths)}."
+            f"constant_columns names column {max(constants)}, but private covariates that are"
+            f" numbers have {sum(widths)} columns."
         )
     if not widths:
         return None
@@ -361,7 +362,7 @@ def feature_shape(
 
 
 def parts_of(records: ModelRecords, columns: Tensor, shape: FeatureShape) -> dict[int, Tensor]:
-    """Shortened columns ``[n, p]`` as the arguments that they belong to."""
+    """Shortened columns ``[n, p]``, split into the arguments."""
     result, like = {}, records.density.made_up.few()
     parts = shape.shortened(columns).split(list(shape.widths), dim=1)
     for number, part in zip(records.of_role("numbers"), parts, strict=True):
@@ -373,7 +374,7 @@ def parts_of(records: ModelRecords, columns: Tensor, shape: FeatureShape) -> dic
 def shortened_rows(
     records: ModelRecords, rows: Sequence[Tensor], shape: FeatureShape | None
 ) -> list[Tensor]:
-    """Rows of all arguments, those of private numbers shortened. Private data."""
+    """Rows of all arguments, where private numbers are shortened. Private data."""
     result = list(rows)
     if shape is not None:
         for number, part in parts_of(records, all_numbers(records, rows), shape).items():
@@ -390,19 +391,19 @@ def has_combinations(sizes: Mapping[int, int]) -> bool:
 
 
 def num_ones(sizes: Mapping[int, int], has_numbers: bool) -> int:
-    """The squared length of what a record adds, at most."""
+    """The largest squared length of the vector that a record adds."""
     return len(sizes) * (1 + has_numbers) + has_combinations(sizes)
 
 
 class CategoryLaw(NamedTuple):
     """The distribution of categories, and by how much the means of rows differ between them."""
 
-    numbers: Sequence[int] = ()  # of the arguments, in this order
+    numbers: Sequence[int] = ()  # numbers of the arguments
     tables: Sequence[tuple[Tensor, Tensor]] = ()  # combinations [c, arguments] and their shares
     effects: Sequence[Tensor] = ()  # [categories, p] of each argument
 
     def drawn(self, count: int) -> list[Tensor]:
-        """Categories of each argument."""
+        """``count`` draws of categories, for each argument."""
         result = list[Tensor]()
         for combinations, shares in self.tables:
             chosen = torch.multinomial(shares, count, replacement=True)
@@ -411,7 +412,7 @@ class CategoryLaw(NamedTuple):
 
 
 def uniform_law(sizes: Mapping[int, int]) -> CategoryLaw:
-    """All categories as frequent, and independent of each other."""
+    """All categories are equally frequent, and arguments are independent."""
     each = [torch.ones(size, dtype=torch.float64) for size in sizes.values()]
     return CategoryLaw(list(sizes), [(torch.arange(len(e))[:, None], e) for e in each])
 
@@ -419,16 +420,16 @@ def uniform_law(sizes: Mapping[int, int]) -> CategoryLaw:
 class NoisyCategories(NamedTuple):
     """Sums over the records of each category, with noise."""
 
-    sizes: Mapping[int, int]  # how many categories, by number of the argument
-    sums: Tensor  # of (1, x/R), those of one argument after another's, [q, 1 + p]
-    combinations: Tensor | None  # how often each is
-    std: float  # of the noise of all of these
+    sizes: Mapping[int, int]  # number of categories, by number of the argument
+    sums: Tensor  # of (1, x/R), one argument after another, [q, 1 + p]
+    combinations: Tensor | None  # their counts
+    std: float  # of the noise of all these numbers
 
     def laws(
         self, num_data: int, moments: Sequence[tuple[Tensor, Tensor] | None], seed: int
     ) -> list[CategoryLaw]:
-        """The mean of the others, and a draw from the posterior given the release for each of the
-        ``moments`` of rows but the first.
+        """The mean of the following laws, then a draw from the posterior given the release for each
+        of the ``moments`` of rows except the first.
         """
         with seeded(seed):
             drawn = [self._drawn(max(num_data, 1), each) for each in moments[1:]]
@@ -459,7 +460,7 @@ class NoisyCategories(NamedTuple):
         return CategoryLaw(list(self.sizes), tables, effects)
 
     def _counts(self, noisy: Tensor, n: int, level: Tensor) -> Tensor:
-        """A draw of counts, which are about proportional to ``level``."""
+        """A draw of counts. A priori they are about proportional to ``level``."""
         level = n * (level / level.sum())[:, None]
         apart = self._differences(noisy[:, None] - level, torch.ones_like(level), n * level, n)
         return (level + apart)[:, 0].clamp_min(_LEAST_COUNT)
@@ -481,7 +482,7 @@ class NoisyCategories(NamedTuple):
         scales = scales.clamp_min(0.0)
         left = (self.sums[:, 1:] - n * torch.outer(torch.cat(means), mean)) @ basis
         weights = n * torch.block_diag(*spreads)
-        # at first as if all arguments had one ρ: in turn, those that go together move slowly
+        # start with one ρ for all arguments: in Gibbs steps, dependent arguments move slowly
         values, turn = torch.linalg.eigh(weights)
         start = turn @ self._differences(turn.T @ left, values.clamp_min(0.0)[:, None], scales, n)
         left, sizes = left - weights @ start, list(self.sizes.values())
@@ -489,7 +490,7 @@ class NoisyCategories(NamedTuple):
             return [start @ basis.T]
         found, weights = list(start.split(sizes)), weights.split(sizes, 1)
         turns = [torch.linalg.svd(each, full_matrices=False) for each in weights]
-        # one is enough where arguments are independent
+        # one sweep is enough if arguments are independent
         for number in [*range(len(found))] * (_SWEEPS if len(tables) < len(found) else 1):
             own, (out, size, back) = left + weights[number] @ found[number], turns[number]
             found[number] = back.T @ self._differences(out.T @ own, size[:, None], scales, n)
@@ -497,11 +498,11 @@ class NoisyCategories(NamedTuple):
         return [each @ basis.T for each in found]
 
     def _differences(self, sums: Tensor, weights: Tensor, scales: Tensor, n: int) -> Tensor:
-        """A draw of d ``[k, p]``, N(0, ρ·scales), given ``sums`` that are ``weights``·d and noise;
-        each column has a ρ.
+        """A draw of d ``[k, p]``, N(0, ρ·``scales``), given ``sums`` = ``weights``·d + noise. Each
+        column has its own ρ.
         """
         places = torch.linspace(0.0, 1.0, _GRID, dtype=torch.float64)
-        # from what n independent records vary by
+        # the least is about the variance of n independent records
         rho = _MOST_BETWEEN * (n + 1.0) ** -places
         h = 1 / rho[:, None, None]
         variances = (weights.square() * scales)[..., None] * rho + self.std**2
@@ -518,8 +519,8 @@ class NoisyCategories(NamedTuple):
 def noisy_categories(
     columns: Sequence[Tensor], sizes: Mapping[int, int], rows: Tensor | None, multiplier: float
 ) -> NoisyCategories:
-    """Released from private categories, ``[n]`` of each argument, and rows ``[n, p]`` of norm 1 at
-    most, if any. Categories outside of their range are left out.
+    """Release sums over private categories, ``[n]`` of each argument, and rows ``[n, p]`` of norm
+    at most 1, if any. Categories outside their range are left out.
     """
     own = torch.ones(len(columns[0]), 1, dtype=torch.float64)
     if rows is not None:

@@ -1,15 +1,15 @@
 r"""Draws from a posterior density, by importance weights or Hamiltonian chains.
 
-Draws of the likelihood's Gaussians at the mode become draws from the posterior by Pareto-smoothed
-weights. Where the prior is hierarchical, θ of the same records lie on a curve (``mu + tau * z``:
-draws around one point of it have light weights, and miss the rest), or these weights are not to be
-relied on, chains take over.
-Their trajectories follow an approximation, the prior times the likelihood's Gaussians, whose
-gradient needs no simulated records: at first from draws of the prior, its likelihood raised to a
-power that grows to 1, then weighted as above, and, where weights are still not to be relied on,
-accepted by the posterior itself, which leaves it as it is whatever the trajectories follow. Chains
-that do not mix in the approximation would not in the posterior, where each sweep takes a
-likelihood: they end there.
+Draws of the likelihood's Gaussians at the mode get Pareto-smoothed importance weights. Chains are
+used instead in three cases: the prior is hierarchical; the θ that give the same records lie on a
+curve (``mu + tau * z``: draws around one point of the curve have light weights, and miss the rest);
+or the weights are unreliable.
+Trajectories follow an approximation, the prior times the likelihood's Gaussians, whose gradient
+needs no simulated records. Chains start at draws of the prior, while the likelihood's power grows
+to 1. Their draws are then weighted as above. If these weights are unreliable, too, trajectories are
+accepted by the posterior itself, which is invariant whatever the trajectories follow. Chains that
+do not mix in the approximation end: they would not mix in the posterior, where each sweep computes
+a likelihood.
 
 Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling"; Del
 Moral, Doucet and Jasra (2006), "Sequential Monte Carlo samplers"; Neal (2011), "MCMC using
@@ -34,24 +34,24 @@ from .hamiltonian import States, mixing, trajectory
 from .latents import Latents, NonCentred
 from .likelihood import Likelihood, Moves, ridged
 
-LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
+LARGEST_PARETO_K = 0.7  # importance draws with a larger k are unreliable (Vehtari et al.)
 LEAST_EFFECTIVE = 100.0  # independent draws: the error of a mean is a tenth of a deviation
-LARGEST_R_HAT = 1.2  # chains that disagree by more also miscount what they are worth
-# squared coefficient of variation of weights: k̂ is of a tail that has no weight then
+LARGEST_R_HAT = 1.2  # above, the effective sample size is wrong, too
+# squared coefficient of variation of weights: below, the tail that k̂ describes has no weight
 _HARMLESS_SPREAD = 0.05
-_CHAINS, _KEPT = 64, 32  # in step with each other; draws of each
+_CHAINS, _KEPT = 64, 32  # parallel chains; draws of each
 _WARM_UP, _SWEEPS_OF_A_POWER = 60, 3
-_MOST_APART = (16, 4)  # sweeps from one draw to the next; where each takes a likelihood
-# a step of the largest stable length 2 would be 8 of these; half a period is π
+_MOST_APART = (16, 4)  # sweeps between draws; the second if each sweep computes a likelihood
+# steps are stable up to the length 2, which is 8 times this one; half a period is π
 _LEAPFROG_STEPS, _LONGEST_STEP = 8, 0.25
-# that steps are adapted to: of trajectories that follow their own density (Beskos et al. 2013: .65
-# to .8); of others, which are steps of a random walk in what differs (Roberts et al. 1997)
+# targets of the step size: for trajectories that follow the density that accepts them (Beskos et
+# al. 2013: .65 to .8); for others, which are random walks in the difference (Roberts et al. 1997)
 _ACCEPTANCE, _ACCEPTANCE_OF_OTHERS = 0.8, 0.234
-# of the covariance that steps are scaled by, from one sweep to the next; while β grows
+# share of the steps' covariance that a sweep keeps; the second while β grows
 _MEMORY, _SHORT_MEMORY = 0.9, 0.5
-_GRADIENTS, _TIMED = 2000, 3  # that chains take, about; how often a call is timed
+_GRADIENTS, _TIMED = 2000, 3  # approximate number that chains need; timings of a call
 _ROUNDING = 1e-9  # of log weights
-_LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
+_LEAST_TAIL = 5  # least number of draws for a fit of a Pareto distribution
 
 
 class Draws(NamedTuple):
@@ -60,9 +60,9 @@ class Draws(NamedTuple):
     theta: Tensor  # [m, D]
     weights: Tensor  # [m], which add up to 1
     pareto_k: float  # of the weights
-    effective: float  # number of independent draws that they are worth
-    r_hat: float  # the largest of chains; 1 of independent draws
-    method: str  # in words
+    effective: float  # effective sample size
+    r_hat: float  # the largest R̂ of chains; 1 for independent draws
+    method: str  # a text
 
 
 def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
@@ -86,12 +86,12 @@ def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draw
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of a processor core."""
+    """Seconds of a processor core for one call."""
     return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=_TIMED))
 
 
 def seconds_of_chains(latents: Latents, moves: Moves | None) -> float:
-    """About: gradients take most of them, of the prior and, where θ bends, of ``moves``."""
+    """Approximate seconds, mostly for gradients: of the prior and, if given, of ``moves``."""
     frame = NonCentred(latents.prior, latents.median, 0 * latents.median)
     xi = frame.prior.samples(_CHAINS).to("cpu", torch.float64).requires_grad_()
 
@@ -105,8 +105,8 @@ def seconds_of_chains(latents: Latents, moves: Moves | None) -> float:
 
 
 def is_reliable(draws: Draws) -> bool:
-    """Whether draws may be relied on: they are worth 100 independent ones, R̂ is at most 1.2, and
-    k̂ of their weights is at most .7, or these are nearly all the same.
+    """Whether draws are reliable: their effective sample size is at least 100, R̂ is at most 1.2,
+    and k̂ of their weights is at most .7, or the weights are nearly equal.
     """
     spread = len(draws.weights) / _worth(draws.weights) - 1
     has_no_tail = draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD
@@ -117,12 +117,12 @@ def is_reliable(draws: Draws) -> bool:
 def _weighted(
     theta: Tensor, weights: Tensor, k: float, worth: float, r_hat: float, method: str
 ) -> Draws:
-    """Draws that are worth so many independent ones but for their weights."""
+    """Weighted draws, which without weights would be worth ``worth`` independent draws."""
     return Draws(theta, weights, k, worth * _worth(weights) / len(theta), r_hat, method)
 
 
 def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
-    """Draws of the Gaussians that the posterior is, about."""
+    """Weighted draws of the Gaussians that approximate the posterior."""
     read, modes = latents.read, likelihood.modes
     roots = torch.linalg.cholesky(likelihood.precisions).mT
     white = torch.randn(count, modes.shape[1], dtype=torch.float64)
@@ -143,11 +143,11 @@ def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draw
 
 
 class _Chains:
-    r"""Hamiltonian chains in step, in coordinates ξ in which the prior has no funnel.
+    r"""Parallel Hamiltonian chains, in coordinates ξ in which the prior has no funnel.
 
-    A trajectory moves by the gradient of :math:`\log p(\xi) + \beta \log \tilde p(T | \xi)`, the
-    likelihood's Gaussians, in units of the chains' covariance. It is accepted by that density or,
-    after :meth:`begin`, by the posterior's.
+    A trajectory follows the gradient of :math:`\log p(\xi) + \beta \log \tilde p(T | \xi)`, with
+    the likelihood's Gaussians :math:`\tilde p`, in units of the chains' covariance. It is accepted
+    by that density or, after :meth:`begin`, by the posterior.
     """
 
     def __init__(self, latents: Latents, likelihood: Likelihood) -> None:
@@ -177,7 +177,7 @@ class _Chains:
         return -(self._likelihood(theta) + log_prior).nan_to_num(-math.inf)
 
     def sweep(self) -> None:
-        """One trajectory of each chain, with steps of another length each."""
+        """One trajectory of each chain, each with its own random step size."""
         root = torch.linalg.cholesky(ridged(self._covariance))
         at = self._states.at
         step = self._step * (0.5 + torch.rand(len(at), 1, dtype=torch.float64))
@@ -194,10 +194,10 @@ class _Chains:
         self._acceptance = float(chances.mean())
 
     def adapt(self, memory: float) -> None:
-        """The length of steps and their units, of which ``memory`` is kept."""
+        """Adapt the step size, and the covariance, of which the share ``memory`` is kept."""
         wanted = _ACCEPTANCE_OF_OTHERS if self._is_exact else _ACCEPTANCE
         self._step = min(self._step * math.exp(self._acceptance - wanted), _LONGEST_STEP)
-        if self._is_exact:  # few draws may have had all of the weight, and chains begin there
+        if self._is_exact:  # chains may have started at few draws, which had all the weight
             return
         own = torch.cov(self._states.at.T).reshape_as(self._covariance)
         self._covariance = memory * self._covariance + (1 - memory) * own
@@ -219,7 +219,7 @@ class _Chains:
             self._power += growth
             weights = (growth * told).softmax(0)
             self._move_to(self._states.at[torch.multinomial(weights, _CHAINS, replacement=True)])
-            # draws of a prior with heavy tails are left out by now, and what they added goes
+            # extreme draws of a heavy-tailed prior are gone: remove their part of the covariance
             ratios = self._states.at.std(0) / self._covariance.diagonal().sqrt()
             scales = ratios.nan_to_num(1.0).clamp(max=1.0)
             self._covariance = scales[:, None] * self._covariance * scales
@@ -228,13 +228,13 @@ class _Chains:
                 self.adapt(_SHORT_MEMORY)
 
     def begin(self, chosen: Tensor) -> None:
-        """Goes on from the ``chosen`` ones of the draws of :meth:`run`, in the posterior."""
+        """Continue from the ``chosen`` draws of :meth:`run`, with the posterior as the target."""
         self._is_exact = True
         self._move_to(self._drawn[chosen])
 
     def run(self) -> tuple[Tensor, float, float]:
-        """Draws of θ ``[m, D]``, their smallest effective number and the largest R̂. Every second
-        draw is kept, and draws are twice as far apart, until they are worth enough.
+        """Draws of θ ``[m, D]``, the smallest effective sample size and the largest R̂. Until the
+        size is large enough, every second draw is dropped, and draws get twice as far apart.
         """
         for _ in range(_WARM_UP):
             self.sweep()
@@ -260,13 +260,13 @@ def _worth(weights: Tensor) -> float:
 
 
 def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
-    """Normalised log weights with Pareto-smoothed tail, and k̂; infinite with too few draws."""
+    """Normalised log weights with Pareto-smoothed tail, and k̂ (infinite for too few draws)."""
     values = log_ratios.nan_to_num(-math.inf, -math.inf, -math.inf)
     if not bool((values > -math.inf).any()):
         return torch.full_like(values, -math.log(len(values))), math.inf
     values = values - values.max()
     count = len(values)
-    if float(values.min()) > -_ROUNDING:  # all the same: no tail
+    if float(values.min()) > -_ROUNDING:  # equal weights: no tail
         return values - values.logsumexp(0), 0.0
     tail = math.ceil(min(0.2 * count, 3 * math.sqrt(count)))
     order = values.argsort()

@@ -1,6 +1,6 @@
-"""Hamiltonian chains in step: of parameters, and of matrices of second moments.
+"""Parallel Hamiltonian chains, for parameters and for matrices of second moments.
 
-Sources: Neal (2011), "MCMC using Hamiltonian dynamics", section 5.5 on trajectories of another
+Source: Neal (2011), "MCMC using Hamiltonian dynamics", section 5.5 on trajectories of another
 energy.
 
 **Privacy.** Post-processing. Randomness is torch's global generator.
@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 class States(NamedTuple):
-    """The states of Hamiltonian chains that run in step, along the first dimension."""
+    """The states of parallel Hamiltonian chains, along the first dimension."""
 
     at: Tensor
     values: Tensor  # −log p there
-    slopes: Tensor  # the gradient of −log p, or of what trajectories follow in its place
+    slopes: Tensor  # gradients of −log p, or of the density that trajectories follow instead
 
 
 def trajectory(
@@ -35,16 +35,16 @@ def trajectory(
     unscaled: Callable[[Tensor], Tensor],
     target: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[States, Tensor]:
-    """Each chain's next state, and its chance to be accepted.
+    """Each chain's next state, and its acceptance probability.
 
     Args:
-        states: before.
-        momenta: standard normal, in units of their own.
-        step: the length of one.
-        count: of leapfrog steps.
+        states: the current states.
+        momenta: standard normal, in their own units.
+        step: the step size.
+        count: the number of leapfrog steps.
         potential: −log p and its gradient.
-        scaled, unscaled: a gradient in units of the momenta; these in units of the states.
-        target: −log p that accepts, where trajectories follow another.
+        scaled, unscaled: gradients in units of the momenta, and momenta in units of the states.
+        target: −log p for the acceptance, if trajectories follow another density.
     """
     at, values, slopes = states
     moving = momenta - step / 2 * scaled(slopes)
@@ -65,14 +65,14 @@ def trajectory(
 
 
 def mixing(states: Tensor) -> tuple[float, float]:
-    """The least effective number and the largest split R-hat of numbers ``[C, kept, m]``; 0 and
-    infinity where a chain never moves.
+    """The least effective sample size and the largest split R-hat of states ``[C, kept, m]``; 0 and
+    infinity if a chain never moves.
     """
     states = states.double()
     if bool((states == states[:, :1]).flatten(1).all(1).any()):
         return 0.0, math.inf
     most = states.shape[0] * states.shape[1]
     worth, r_hat = effective_sample_size(states), split_gelman_rubin(states)
-    # states that alternate about their mean have a correlation time of 0 or less: worth all of them
+    # states that alternate about their mean have a correlation time of 0 or less: count all states
     worth = torch.where(worth <= 0, most, worth).nan_to_num(0.0, most).clamp_max(most)
     return float(worth.min()), float(r_hat.nan_to_num(math.inf).max())

@@ -1,6 +1,4 @@
-"""The front doors: a private run on a model's records, the posterior that knows its noise, and what
-a run would give.
-"""
+"""The public functions: a private run with its noise-aware posterior, and the forecast of a run."""
 
 from __future__ import annotations
 
@@ -70,21 +68,21 @@ from .run import (
 )
 
 _LABEL = "noise_aware.posterior"
-# for moments at the mode, for steps in a run, and under each law of the covariates
+# records for moments at the mode, for steps in a run, and under each law of the covariates
 _SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
 _LEAST_SIMULATED = 500
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
-# laws of the covariates, drawn given what was released of them: of a variance between laws so many
-# tell a quarter, √(2/32)
+# draws of the covariates' law given its release: they estimate a variance between laws up to a
+# quarter, √(2/32)
 _LAWS = 32
 _DRAWS = 2000
 _FORECASTS = 5  # draws of the prior
 _ADVICE = (
     "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
 )
-_MOMENTS = 160  # of as many releases as forecasts that take the time of a run, about
+_MOMENTS = 160  # a run takes about as long as this number of moments of _FORECASTS releases
 
 
 def posterior(
@@ -117,11 +115,10 @@ def posterior(
             Arguments that the model observes are simulated; all others with a row for each record
             are covariates.
         epsilon: the accountant's total ε after the run. None: the accountant's budget.
-        delta: likewise.
-        accountant: where the run is charged. None: a new one, for neighbours that replace one
-            record.
-        num_data: the number of records, a public constant. None: taken from the data under
-            replace-one, where it is public.
+        delta: δ of this ε. None: the accountant's.
+        accountant: where the run is charged. None: a new one for replace-one.
+        num_data: the number of records, a public constant. None: the number in the data, only
+            under replace-one, where it is public.
         public: names or positions of the covariates, if they are public: all of them or none. The
             posterior is then conditional on their rows, and neighbours differ only in what one
             record observes: this needs replace-one.
@@ -136,8 +133,8 @@ def posterior(
         constant_columns: indices of columns of ones, or a dict from a column's index to its value.
             The columns are set to this value for all records.
         num_releases: the number of score releases.
-        num_simulated: how many records are simulated for moments at the mode, at least 500. None:
-            40,000, or more if their error matters.
+        num_simulated: number of records that are simulated for moments at the mode, at least 500.
+            None: 40,000, or more if their error matters.
 
     Raises:
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
@@ -146,7 +143,7 @@ def posterior(
     **Privacy.** Everything is charged before the first release, one event for each:
 
     * each clipped sum of vectors with norm at most 1 in units of C: ``GaussianDpEvent(z)``,
-      sensitivity 1 when a record is added or removed, 2 when one is replaced;
+      sensitivity 1 when a record is added or removed (2 when one is replaced);
     * mean and products of rows of floats, in units of R: 1 and 1 (2 and √2);
     * sums of (1, x) by category and counts of combinations, one vector: √(2m + 1) (√(4m + 2)) for m
       arguments that are categories; less if there are no floats or no combinations;
@@ -188,15 +185,15 @@ def posterior_for_module(
     Args:
         module: its only trainable parameters are those of a ``torch.nn.Linear``, the last layer.
         inputs: floats with the records along dimension 0.
-        targets: ``[n]``; labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``; ``[n, K]`` of
+        targets: ``[n]``: labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``; ``[n, K]`` for
             K > 2 means.
         likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
-            ``"normal"`` (a mean or K > 2 of them, of variance 1; or a mean and a log variance).
+            ``"normal"`` (a mean, or K > 2 means, with variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
-        options: those of :func:`posterior`. The inputs of the layer are the covariates. A layer of
+        options: as for :func:`posterior`. The inputs of the layer are the covariates. A layer of
             classes or means with more than 50 parameters is sampled by Hamiltonian chains
-            (:mod:`~torch_dpbayes.noise_aware.last_layer`) if you pass no other options than the
-            budget, ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
+            (:mod:`~torch_dpbayes.noise_aware.last_layer`) if the only options are the budget,
+            ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
             (6,000 or more). Layers with more than 500 parameters allow no other options.
 
     Raises: as for :func:`posterior`.
@@ -230,8 +227,8 @@ class Forecast:
         stddev: expected posterior standard deviations ``[d]`` of the latents that records read, in
             unconstrained space, sites sorted by name. True values are drawn from the prior.
         prior_stddev: standard deviations of the prior, ``[d]``.
-        clip_bound: for whitened scores near the true values.
-        noise_multiplier: of all releases of scores together.
+        clip_bound: clip bound of whitened scores near the true values.
+        noise_multiplier: noise multiplier of all releases of scores together.
         seconds: estimated time on one core. A model that is not hierarchical, but needs chains,
             takes longer.
     """
@@ -251,8 +248,8 @@ def plan(
     accountant: PrivacyAccountant | None = None,
     **options: Any,
 ) -> Forecast:
-    """Predict widths, clip bound and seconds of a run by simulation from the prior, before anything
-    is spent. Standard deviations are in unconstrained space, sites sorted by name.
+    """Predict widths, clip bound and seconds of a run by simulation from the prior, before any
+    charge. Standard deviations are in unconstrained space, sites sorted by name.
 
     Args: as for :func:`posterior`, without ``max_grad_norm``. Private covariates are not read: rows
         of floats are assumed spherical with norm R, categories equally frequent.
@@ -287,7 +284,7 @@ def plan(
 
 
 class Setup:
-    """A model on its records, before anything is charged; arguments as of :func:`posterior`."""
+    """A model and its records, before any charge. Arguments as for :func:`posterior`."""
 
     def __init__(
         self,
@@ -329,7 +326,7 @@ class Setup:
         self.few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
         found = self.records.density.num_records
         self.num_data = public_num_data(num_data, found, self.accountant)
-        # of independent streams: covariates, their laws, and what is simulated given them
+        # seeds of independent streams: covariates, their laws, and records given covariates
         self.seed, self.seed_of_laws, self.seed_of_records = torch.randint(2**40, (3,)).tolist()
         self._public_rows = public_rows(self.records, covariates, self.seed)
         self.shape: FeatureShape | None = None
@@ -350,7 +347,7 @@ class Setup:
         )
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
-        """The mean law of the covariates, and draws of it given the release."""
+        """The mean law of the covariates, and draws of the law given the release."""
         if self._public_rows is not None:
             return [self._public_rows]
         found: list[tuple[Tensor, Tensor] | None] = [None] * (_LAWS + 1)
@@ -367,7 +364,7 @@ class Setup:
         ]
 
     def assumed_law(self) -> Covariates:
-        """The distribution of covariates that is assumed before anything is known of them."""
+        """The distribution of covariates that a forecast assumes."""
         if self._public_rows is not None:
             return self._public_rows
         moments, law = None, None
@@ -380,12 +377,12 @@ class Setup:
         return Released(self.records, self.seed, self.shape, moments, law)
 
     def simulator(self, law: Covariates, most: int = _SIMULATED_IN_RUN) -> Simulator:
-        """A simulator of records with covariates from ``law``; it uses fewer records for steps."""
+        """A simulator of at most ``most`` records with covariates from ``law``."""
         count = min(self.count, most)
         return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
 
     def infer(self, max_grad_norm: float | None) -> NoiseAwarePosterior:
-        """Charges, releases, and draws from the posterior."""
+        """Charge, release, and draw from the posterior."""
         if max_grad_norm is not None:
             max_grad_norm = check_clip_bound(
                 "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
@@ -406,7 +403,7 @@ class Setup:
         )
         self.records.forget()
         n, releases = self.num_data, transcript.scores
-        # the mode by few records, the moments there by all of them
+        # few records for the mode, all records for the moments there
         reached = find_mode(self.simulator(laws[0]), releases, self.latents, theta)
         simulator = self.simulator(laws[0], self.count)
         fit = find_mode(simulator, releases, self.latents, reached.centre, 0)
@@ -445,9 +442,9 @@ class Setup:
         """Lines that state what the simulation assumes of covariates."""
         lines = []
         if self.categories and self.shape is not None:
-            lines.append("categories move means of floats by sums of effects; one covariance")
+            lines.append("categories shift means of floats by additive effects; one covariance")
         if has_combinations(self.categories):
-            lines.append("combinations that noise hides differ at random from independent ones")
+            lines.append("combinations hidden by noise differ at random from independent ones")
         elif len(self.categories) > 1:
             lines.append("categories are independent: their combinations are too many to count")
         return [f"  ASSUMED     {line}" for line in lines]

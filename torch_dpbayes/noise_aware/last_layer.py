@@ -1,47 +1,47 @@
-r"""The posterior of a last layer of thousands of parameters, by Hamiltonian Monte Carlo.
+r"""The posterior of a last layer with thousands of parameters, by Hamiltonian Monte Carlo.
 
-For features x, a constant 1 among them, and weights W ``[K, d]`` a target t has the mean μ(Wx), and
-a record's score is :math:`(t - \mu) x^\top` (:mod:`~torch_dpbayes.noise_aware.layer_scores`). With
-a matrix A of the features and a clip bound C_j, one for all outputs of a record, a run releases the
-law of the features, and at points W_j
+For features x, which include a constant 1, and weights W ``[K, d]``, a target t has the mean μ(Wx),
+and a record's score is :math:`(t - \mu) x^\top` (:mod:`~torch_dpbayes.noise_aware.layer_scores`).
+With a matrix A for the features and one clip bound C_j for all outputs of a record, a run releases
+the law of the features and, at points W_j,
 
 .. math:: T_j = \sum_i c_j(x_i, t_i) + z_j \Xi_j, \qquad c_j(x, t) = s_j (t - \mu_j)(Ax)^\top,
           \quad s_j = \min\Big(\frac{1}{C_j}, \frac{1}{\|t - \mu_j\| \|Ax\|}\Big)
 
-Given W all of them together are N(n m(W), n S + V), simulated as in
-:mod:`~torch_dpbayes.noise_aware.likelihood`, but with the mean over targets exact,
+Given W, all T_j together are N(n m(W), n S + V). The moments are simulated as in
+:mod:`~torch_dpbayes.noise_aware.likelihood`, but the mean over targets is exact,
 
 .. math:: m_j(W) = \frac1M \sum_x q_j(x) (Ax)^\top, \qquad
           q_j = E[s_j (t - \mu_j) | x, W],
 
-over M features from their released law, always the same ones: a smooth function of W, whose value
-and gradient are products of a matrix of features and one of K columns for each release. The
-posterior is wide and not Gaussian; Hamiltonian chains without acceptance sample it:
+over M fixed draws of features from their released law. So m is a smooth function of W. Its value
+and gradient are products of a matrix of features and a matrix with K columns for each release. The
+posterior is wide and not Gaussian. Hamiltonian chains without acceptance sample it:
 
 .. math:: -\log p(W \mid T) = \tfrac12 R^\top (nS + V)^{-1} R + \frac{\|W\|^2}{2 s_0^2} + \dots,
           \qquad R = T - n\,m(W)
 
-nS + V is diagonal, but for releases among each other, in the basis :math:`v_a u_b^\top` of
+nS + V is block diagonal: one block of all releases for each element v_a u_bᵀ of the basis with
 eigenvectors v of :math:`E\,\mathrm{Cov}(t | x)` and u of features (Kronecker factors;
-Martens and Grosse 2015, arXiv:1503.05671), and constant, a mean over states of the warm-up:
+Martens and Grosse 2015, arXiv:1503.05671). It is constant, a mean over states of the warm-up:
 
-* simulated features have the second moments G of their law, which fix the part :math:`B_j x` of q
-  that is linear in x: exactly, but for what shortening them to the bound takes away, which counts
-  as uncertainty. S is of the rest;
-* n²/M of what the mean over targets leaves of that rest is the simulation's error;
-* G is known up to the noise of its release. Draws of it given the release vary by ΔG, and n m by
+* simulated features have the second moments G of their law, which determine the part :math:`B_j x`
+  of q that is linear in x. This is exact except for the effect of shortening features to the bound,
+  which counts as uncertainty. S is the covariance of the rest;
+* the simulation's error is n²/M times the covariance of this rest's mean over targets;
+* G is known up to the noise of its release. Draws of G given the release vary by ΔG, and n m by
   :math:`n B_j \, \Delta G \, A`. In hundreds of dimensions no draw is near the truth, so chains
-  under each would miss, and this variance joins V.
+  under each draw would miss it. Instead this variance is added to V.
 
-Modes, and the check of the releases, take all of this covariance. Entries of ΔG are independent but
-for its symmetry, with the variances of draws. By the mean of B over the states, releases of all
-classes and columns are correlated, so that differences between releases tell of ΔG; what B varies
-by joins V. Conjugate gradients solve for R, with the parts of the same class and column as
-preconditioner. Chains do without: where G is known badly, errors of its law would count as
-knowledge of W.
+Modes, and the check of the releases, use the full covariance. The entries of ΔG are independent
+except for symmetry, with the variances of draws. By the mean of B over the states, ΔG correlates
+the releases of all classes and columns, so differences between releases have information on ΔG. The
+variance of B is added to V. Conjugate gradients solve for R, with the blocks of the same class and
+column as preconditioner. Chains ignore these correlations: if G is known badly, errors of its law
+would count as information on W.
 
-**Privacy.** Private rows are read by ``noisy_moments`` and ``_private_sums`` alone, whose results
-get noise where they are called.
+**Privacy.** Only ``noisy_moments`` and ``_private_sums`` read private rows. Their results get noise
+where they are called.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from .run import (
     statement_of_releases,
 )
 
-# parameters: chains of the general engine do not mix for many, and take ten times as long
+# parameters: with more, chains of the general engine do not mix, and take ten times as long
 SMALLEST = 50
 OPTIONS = frozenset(
     (
@@ -94,22 +94,22 @@ OPTIONS = frozenset(
     )
 )
 _NUM_RELEASES = 5
-_SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
-_CHAINS, _KEPT = 6, 60  # and states kept of each
-_WEIGHTS_KEPT = 800_000  # and at most so many weights times states
-_LAWS = 16  # of the features, drawn given what was released of them
-_SETTLINGS, _EACH = 3, 2  # of S in the warm-up, and trajectories after each
+_SIMULATED, _PER_FEATURE = 6000, 8  # rows of features; least number of rows per column
+_CHAINS, _KEPT = 6, 60  # chains, and states kept of each
+_WEIGHTS_KEPT = 800_000  # largest number of weights times states kept
+_LAWS = 16  # draws of the features' law given its release
+_SETTLINGS, _EACH = 3, 2  # computations of S in the warm-up, and trajectories after each
 _LARGEST = 80_000  # weights: more take longer than three minutes
-_WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
+_WIDEST = 2000  # columns of features: the time to draw laws grows with the cube
 _LENGTH = 5.0  # of the longest trajectory, in deviations of the posterior
-_STEP, _SHORTEST = 0.6, 0.05  # in the same unit; leapfrog steps are stable below 2
-_SETTLED = 4  # points that S is averaged over in a run
-_MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
-_CHECKED_STEPS = 40  # of the mode that the releases are checked at
-_MOST_ITERATIONS, _LEFT = 50, 1e-5  # of conjugate gradients, and what they leave of a square
-_LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
+_STEP, _SHORTEST = 0.6, 0.05  # step sizes in the same unit; leapfrog steps are stable below 2
+_SETTLED = 4  # points for the average of S in a run
+_MODE_STEPS, _ROUNDS = 15, 2  # steps to a mode in a run; how often S is computed again there
+_CHECKED_STEPS = 40  # steps to the mode for the check of the releases
+_MOST_ITERATIONS, _LEFT = 50, 1e-5  # of conjugate gradients, and their stopping ratio of squares
+_LONGEST = 1.0  # largest root mean square change of a logit in a step to the mode
 _ROWS = 4096  # private rows at a time
-_JUDGED = 200  # weights in the basis, whose least effective number and largest R-hat count
+_JUDGED = 200  # weights in the basis for the effective sample size and R-hat
 
 
 def posterior_of_large_layer(
@@ -130,19 +130,19 @@ def posterior_of_large_layer(
 
     Raises: as for :func:`.posterior`.
 
-    **Privacy.** Charged before the first release, as for :func:`.posterior`; a record's clipped
-    score is no longer than 1. Features that are not finite count as zeros, a target that is no
-    class, or not finite, as no score. Nothing else depends on records.
+    **Privacy.** Charges before the first release, as :func:`.posterior` does. A record's clipped
+    score has a norm of at most 1. Features that are not finite count as zeros. A target that is not
+    finite, or not a class, has a score of 0. Nothing else depends on records.
     """
     if others:
         raise ArgumentError(
-            f"a large last layer takes no {', '.join(sorted(others))}=: features are private here,"
-            " and simulation chooses the clip bounds."
+            f"leave out {', '.join(sorted(others))}= for a large last layer: its features are"
+            " private, and simulation chooses the clip bounds."
         )
     (classes, width), prior_std = layer.linear.weight.shape, layer.prior_std
     if classes * width > _LARGEST:
         raise UnfitModel(
-            f"the layer has {classes * width} weights, and at most {_LARGEST} can be sampled well:"
+            f"the layer has {classes * width} weights, but at most {_LARGEST} can be sampled well:"
             " use fewer features, or a sampler of dpb.optim."
         )
     if layer.likelihood == "normal" and classes == 2:
@@ -152,7 +152,7 @@ def posterior_of_large_layer(
         )
     if width > _WIDEST:
         raise UnfitModel(
-            f"the layer reads {width} features, and at most {_WIDEST} are supported: their second"
+            f"the layer reads {width} features, but at most {_WIDEST} are supported: their second"
             " moments would take too long. Use fewer, such as a public projection."
         )
     has_labels = layer.likelihood == "categorical"
@@ -181,7 +181,7 @@ def posterior_of_large_layer(
     drawn_rows = pad(bound * shortened_draws(mean, covariance, count), constant, value=1.0).float()
     gram = (drawn_rows.T @ drawn_rows / count).double()
     values, basis = torch.linalg.eigh(gram)
-    # the mean of so many draws is as uncertain as one of them in so many
+    # deviations from the mean of few draws are too small
     unsure = math.sqrt(_LAWS / (_LAWS - 1))
     means, covariances = (torch.stack(found) for found in zip(*drawn, strict=True))
     means = pad(bound * means, constant, value=1.0)
@@ -234,7 +234,7 @@ def posterior_of_large_layer(
 def _private_sums(
     rows: Tensor, targets: Tensor, point: Tensor, whitening: Tensor, kind: type[LabelScores]
 ) -> tuple[Tensor, int]:
-    """Σ c ``[K, d]``, and how many records are clipped, of private records. Without noise."""
+    """Σ c ``[K, d]`` of private records, and the number of clipped ones. Without noise."""
     total, clipped = torch.zeros_like(point), 0
     for x, y in zip(rows.split(_ROWS), targets.split(_ROWS), strict=True):
         residual, white = kind.residuals(x @ point.T, y), x * whitening
@@ -245,10 +245,9 @@ def _private_sums(
 
 
 class _Law:
-    """A posterior density, by rows ``[M, d]`` of features drawn from one law, in the eigenvectors.
-
-    Features run along the last dimension of everything that is kept. ``apart`` is what draws of
-    their second moments given the release have more than the rows, ``[L, d, d]``.
+    """A posterior density, from rows ``[M, d]`` of features drawn from one law, in the basis of
+    eigenvectors. Stored tensors have features along the last dimension. ``apart``: draws of the
+    second moments given the release, minus those of the rows, ``[L, d, d]``.
     """
 
     def __init__(
@@ -262,7 +261,7 @@ class _Law:
         prior_std: float,
     ) -> None:
         self._unknown = apart.square().mean(0).float()
-        # of an entry and of its mirror image, which is the entry itself on the diagonal
+        # for an entry and its mirror image; on the diagonal both are the same entry
         self._spread = self._unknown - torch.diag(self._unknown.diagonal() / 2)
         self._moments = rows.square().mean(0)
         self._deviations = torch.full((classes, rows.shape[1]), prior_std)
@@ -277,15 +276,15 @@ class _Law:
         self.releases: list[Release] = []
 
     def add(self, release: Release) -> None:
-        """Another release."""
+        """Add a release."""
         bound = float(self._scale[0] / release.whitening[0])
         self._scores.add(self._expected(release.theta.float()), bound)
         self.releases.append(release)
         self._values = torch.stack([r.value for r in self.releases]).float()
 
     def clip_bound(self, point: Tensor, total: float) -> float:
-        """The largest of a few quantiles of simulated norms whose posterior has, in geometric mean,
-        a variance at most a tenth above the least, with the noise of all releases together.
+        """The largest of a few quantiles of simulated norms at which the geometric mean of the
+        posterior variances, given the noise of all releases, is at most a tenth above the least.
         """
         means = self._expected(point.float())
         residual = self._scores.drawn(means) - means
@@ -301,7 +300,7 @@ class _Law:
         return largest_bound(levels)
 
     def settle(self, points: Tensor) -> None:
-        """The covariance of R at points ``[C, K, d]``, and the posterior's scales by it."""
+        """Compute the covariance of R at points ``[C, K, d]``, and the posterior's scales."""
         number, n = len(self.releases), self._n
         each, scores = self._expected(points.float()), self._scores
         self._basis = scores.basis(each)
@@ -362,12 +361,12 @@ class _Law:
         return self._deviations * (self._basis.T @ slope)
 
     def unscaled(self, step: Tensor) -> Tensor:
-        """A step in such units as one of W."""
+        """A step of W from a step in these units."""
         return self._basis @ (self._deviations * step)
 
     def p_value(self, point: Tensor) -> float:
         """The p-value of the residuals at the mode, near ``point``. The sum of their squares is χ².
-        Its degrees of freedom are the number of released values, less the effective number of
+        Its degrees of freedom are the number of released values, minus the effective number of
         parameters of W (Spiegelhalter et al. 2002, "Bayesian measures of model complexity and
         fit").
         """
@@ -377,7 +376,7 @@ class _Law:
         return float(chi2.sf(square, self._values.numel() - self._told))
 
     def mode(self, point: Tensor, steps: int, *, is_full: bool = False) -> Tensor:
-        """Downhill by scaled steps, halved where they go up."""
+        """Minimise the potential by scaled steps, which are halved if it increases."""
         at, length = point[None].float(), 1.0
         value, slope = self.potential(at, is_full=is_full)
         for _ in range(steps):
@@ -440,15 +439,15 @@ class _Law:
 
 
 def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:
-    """States ``[C, kept, K, d]``. Chains start at draws of a Gaussian about the mode; in the
-    warm-up S is averaged anew over their states.
+    """States ``[C, kept, K, d]``. Chains start at draws of a Gaussian about the mode. In the
+    warm-up S is averaged again over their states.
 
-    Nothing is rejected, for that would need steps that shrink with the number of weights. Momenta
-    are drawn in the middle of a leapfrog step, so that states have the right law for any stable
-    step where the density is Gaussian (Leimkuhler and Matthews 2013, "Rational construction of
-    stochastic numerical methods for molecular sampling"). Lengths of trajectories are uniform, so
-    that none is periodic. Where energy grows by half a unit for each weight the step was not
-    stable: it is halved, and the chain stays.
+    Nothing is rejected, because steps would have to shrink with the number of weights. Momenta are
+    drawn in the middle of a leapfrog step: if the density is Gaussian, states have the right law
+    for any stable step (Leimkuhler and Matthews 2013, "Rational construction of stochastic
+    numerical methods for molecular sampling"). Lengths of trajectories are uniform, so that none is
+    periodic. If the energy grows by half a unit for each weight, the step is not stable: it is
+    halved, and the chain keeps its state.
     """
     at = law.near(mode, number)
     step, states = _STEP, list[Tensor]()

@@ -1,12 +1,12 @@
-r"""The latents of a model as the engine uses them: a vector θ and its prior.
+r"""The latents of a model as one vector θ, and its prior.
 
-Where a latent's distribution depends on other latents, its prior in θ may be narrow in one place
-and wide in another (Neal's funnel), and no sampler with one step size gets around in it. In
-non-centred coordinates ξ, :math:`\theta_j = m_j(\theta_{<j}) + s_j(\theta_{<j})\,\xi_j`, it has no
-funnel; the likelihood is then the more bent, the more the data tell, so that coordinates in between
-suit best (Papaspiliopoulos, Roberts and Sköld 2007, "A general framework for the parametrization of
-hierarchical models"). They are those of Pyro's ``LocScaleReparam``, of every latent on the real
-line with a location and a scale.
+If a latent's distribution depends on other latents, its prior in θ may be narrow in one place and
+wide in another (Neal's funnel), and no sampler with one step size moves well there. In non-centred
+coordinates ξ, :math:`\theta_j = m_j(\theta_{<j}) + s_j(\theta_{<j})\,\xi_j`, the prior has no
+funnel. But the more information the data have, the more curved is the likelihood in ξ, so
+coordinates in between are best (Papaspiliopoulos, Roberts and Sköld 2007, "A general framework for
+the parametrization of hierarchical models"). Here they are those of Pyro's ``LocScaleReparam``, for
+every latent on the real line with a location and a scale.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..density import Prior, without_value_checks
 from ..density.pyro_runs import public_randomness
 from ..density.recording import of_rows, recorded
 
-_DRAWS = 500  # of a prior, of which quantiles are taken
-_STEP = 1e-4  # of a prior's deviation, by which its gradient is differenced
-# of a curvature, in units of a prior's deviations: a prior with heavy tails has negative curvatures
+_DRAWS = 500  # of a prior, for its quantiles
+_STEP = 1e-4  # for finite differences of a prior's gradient, in units of its deviation
+# in units of a prior's deviations; a prior with heavy tails has negative curvatures
 _LEAST_CURVATURE = 0.1
 
 
@@ -36,9 +36,9 @@ class Latents:
     """The prior of a model's latents in unconstrained space, θ ``[D]``, in float64.
 
     Attributes:
-        read: numbers of the coordinates that records depend on, ``[d]``.
-        draws: of θ, ``[500, D]``.
-        median, stddev: of them, by :func:`half_distance`.
+        read: indices of the coordinates that records depend on, ``[d]``.
+        draws: draws of θ, ``[500, D]``.
+        median, stddev: of these draws; ``stddev`` is by :func:`half_distance`.
 
     **Privacy.** A function of the prior alone.
     """
@@ -63,8 +63,8 @@ class Latents:
         return self.median[self.read], torch.linalg.inv(covariance)
 
     def slope_and_precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """∇ log p(θ) of the read coordinates and a positive definite −∇² of it; of a hierarchical
-        prior those of the Gaussian with its quantiles and rank correlations.
+        """∇ log p(θ) in the read coordinates, and −∇² log p(θ), made positive definite. For a
+        hierarchical prior, those of the Gaussian with its quantiles and rank correlations.
         """
         if self.is_hierarchical:
             mean, precision = self._gaussian
@@ -87,8 +87,8 @@ class Latents:
         return self.prior.log_densities(self._own(theta)).to("cpu", torch.float64)
 
     def with_unread(self, theta: Tensor, known: Tensor) -> Tensor:
-        """Rows ``[m, D]`` whose coordinates but the ``known`` ones are drawn from the prior: what
-        no record reads is independent of the rest, if the prior is not hierarchical.
+        """Rows ``[m, D]``, where all but the ``known`` coordinates are drawn from the prior. If the
+        prior is not hierarchical, coordinates that no record reads are independent of the others.
         """
         if len(known) == theta.shape[1]:
             return theta
@@ -121,14 +121,14 @@ class Latents:
 
 
 def half_distance(draws: Tensor) -> Tensor:
-    """Half the distance of the quantiles of each column that are two deviations apart, ``[D]``."""
+    """Half the distance between the 15.9 % and 84.1 % quantiles of each column, ``[D]``."""
     low, high = torch.quantile(draws, draws.new_tensor([0.1587, 0.8413]), dim=0)
     return (high - low) / 2
 
 
 def is_hierarchical(prior: Prior) -> bool:
-    """Whether latents depend on each other, or seem to where two runs of the model differ, or their
-    density is not that of the sites' draws: with factors of the model's own, or weights.
+    """Whether latents depend on each other (two runs of the model give different densities), or
+    their density is not that of the sites' draws, because of the model's own factors or weights.
     """
     if prior.factors:
         return True
@@ -145,8 +145,8 @@ def is_hierarchical(prior: Prior) -> bool:
 
 
 class NonCentred:
-    """Coordinates ξ of a hierarchical prior, between centred and non-centred ones, by a typical θ
-    and the ``information`` that the likelihood has of each coordinate, ``[D]``.
+    """Coordinates ξ of a hierarchical prior, between centred and non-centred ones. They depend on a
+    typical θ and the likelihood's ``information`` on each coordinate, ``[D]``.
     """
 
     def __init__(self, prior: Prior, theta: Tensor, information: Tensor) -> None:
@@ -172,8 +172,9 @@ class NonCentred:
 
 
 def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict[str, Any]:
-    """Pyro's, of each site on the real line, or of the logarithm of one: centred by the share of
-    what is known of a coordinate that the likelihood tells, s²I/(1 + s²I) with the prior's scale s.
+    """Pyro's reparametrisation of each site on the real line, or of a site's logarithm. Its degree
+    of centring is the likelihood's share of the information, s²I/(1 + s²I), with the prior's scale
+    s.
     """
     found: dict[str, Any] = {}
     values = prior.constrain(theta.to(prior.device, prior.dtype))
@@ -185,7 +186,7 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
         law: Any = noted.trace.nodes[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
-        # the weight of poutine.scale is that of the site, not of its other coordinates
+        # poutine.scale weights the site itself, not its new coordinates
         if not (hasattr(law, "loc") and hasattr(law, "scale") and weight == 1):
             continue
         share = told * law.scale.square()

@@ -1,17 +1,17 @@
-r"""Clipped scores of a linear layer: of labels, and of numbers with noise of variance 1.
+r"""Clipped scores of a linear layer, for labels, and for numbers with noise of variance 1.
 
-A target t ``[K]`` has the mean μ given the outputs Wx: a label t = e_y has p = softmax(Wx), numbers
-have Wx. A release at W_j has scores shortened by :math:`s_j = \min(1/C_j, 1/(\|t - \mu_j\|
-\|Ax\|))`, and its law needs :math:`q_j = E[s_j (t - \mu_j) | x, W]`. Of a label that is
+A target t ``[K]`` has the mean μ given the outputs Wx: p = softmax(Wx) for a label t = e_y, and Wx
+for numbers. A release at W_j scales scores by :math:`s_j = \min(1/C_j, 1/(\|t - \mu_j\|
+\|Ax\|))`, and its law needs :math:`q_j = E[s_j (t - \mu_j) | x, W]`. For a label this is
 
 .. math:: q_j = p \circ s_j - \langle p, s_j \rangle p_j,
 
-and of numbers, with Δ = (W − W_j)x and X noncentral χ²,
+and for numbers, with Δ = (W − W_j)x and X noncentral χ²,
 
 .. math:: q_j = \frac{\Delta}{C_j}\, h\Big(\|\Delta\|, \frac{C_j}{\|Ax\|}\Big), \qquad
           h(d, \tau) = E \min\big(1, \tau/\sqrt X\big), \quad X \sim \chi^2_{K+2}(d^2),
 
-as E[v f(‖v‖²)] = Δ E f(X) for v ~ N(Δ, I) (Bock 1975, "Minimax estimators of the mean of a
+because E[v f(‖v‖²)] = Δ E f(X) for v ~ N(Δ, I) (Bock 1975, "Minimax estimators of the mean of a
 multivariate normal distribution"). X is (z + d)² + χ² with z normal and K + 1 degrees of freedom.
 """
 
@@ -29,14 +29,14 @@ from torch.nn.functional import one_hot, pad
 from ..errors import ArgumentError, ArgumentTypeError
 
 _NODES = 40  # of each integral
-# the table of h: of τ and d in units of √K, evenly in log τ and log(1 + d)
+# the table of h: τ and d are in units of √K, on even grids of log τ and log(1 + d)
 _LEAST, _MOST, _FARTHEST = 0.02, 40.0, 30.0
 _BOUNDS, _DISTANCES = 384, 128
-_LARGEST = 1e100  # of a private target: its square is a number
+_LARGEST = 1e100  # largest private target: its square is finite
 
 
 class LabelScores:
-    """Scores of labels, by a softmax, and features of lengths ‖Ax‖ ``[M]``, which run along the
+    """Scores of labels with a softmax, for features with norms ‖Ax‖ ``[M]``. Features are along the
     last dimension everywhere.
 
     Attributes:
@@ -51,7 +51,7 @@ class LabelScores:
         self._left = list[Tensor]()
 
     def add(self, means: Tensor, bound: float) -> None:
-        """Another release, with μ_j ``[K, M]`` and C_j."""
+        """Add a release with μ_j ``[K, M]`` and C_j."""
         self.own = torch.cat([self.own, means[None]])
         self._bounds = torch.cat([self._bounds, self._bounds.new_full((1, 1), bound)])
         self._left.append(self._shortened(means, bound))
@@ -76,7 +76,7 @@ class LabelScores:
 
     @staticmethod
     def residuals(outputs: Tensor, targets: Tensor) -> Tensor:
-        """t − μ ``[n, K]`` of private records; 0 of a target that is none."""
+        """t − μ ``[n, K]`` of private records; 0 for an invalid target."""
         classes = outputs.shape[1]
         is_class = (targets >= 0) & (targets < classes)
         apart = one_hot(torch.where(is_class, targets, 0), classes) - outputs.softmax(1)
@@ -87,7 +87,7 @@ class LabelScores:
         return outputs.softmax(-2)
 
     def drawn(self, means: Tensor) -> Tensor:
-        """Targets ``[K, M]``, with the same random numbers at every point."""
+        """Draws of targets ``[K, M]``, with the same random numbers at every point."""
         labels = (means.cumsum(0) < torch.special.ndtr(self._normal[0])).sum(0)
         return one_hot(labels.clamp_max(self._size - 1), self._size).T.float()
 
@@ -98,12 +98,12 @@ class LabelScores:
         return basis
 
     def means(self, means: Tensor) -> Tensor:
-        """q_j ``[C, J, K, M]`` where targets have the means ``[C, K, M]``."""
+        """q_j ``[C, J, K, M]`` if targets have the means ``[C, K, M]``."""
         kept = means[:, None] * self._kept
         return kept - kept.sum(2, keepdim=True) * self.own
 
     def slopes(self, means: Tensor, inner: Tensor) -> Tensor:
-        """The gradient ``[C, K, M]``, in outputs, of the product of q with ``inner``."""
+        """The gradient ``[C, K, M]``, by the outputs, of the product of q with ``inner``."""
         inner = (self._kept * (inner - (self.own * inner).sum(2, keepdim=True))).sum(1)
         return means * (inner - (means * inner).sum(1, keepdim=True))
 
@@ -114,7 +114,7 @@ class LabelScores:
 
 
 class NumberScores(LabelScores):
-    """The same of numbers with independent noise of variance 1."""
+    """Scores of numbers with independent noise of variance 1."""
 
     @staticmethod
     def checked(targets: Tensor, num_outputs: int) -> Tensor:
@@ -122,7 +122,7 @@ class NumberScores(LabelScores):
         if not isinstance(targets, Tensor) or targets.is_complex():
             raise ArgumentTypeError("targets must be a tensor of numbers.")
         if list(targets.shape[1:]) != shape or not targets.dim():
-            raise ArgumentError(f"targets must have the shape {['n', *shape]}, a mean of each.")
+            raise ArgumentError(f"targets must have the shape {['n', *shape]}, as the outputs do.")
         return targets.detach().cpu().double().reshape(len(targets), num_outputs)
 
     @staticmethod
@@ -159,7 +159,7 @@ class NumberScores(LabelScores):
         return found.T.contiguous().to(self.lengths)
 
     def _factors(self, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Δ, h/C and ∂(h/C)/∂d / d; beyond the distances of the table h falls as 1/d."""
+        """Δ, h/C and ∂(h/C)/∂d / d. Beyond the distances of the table h decreases as 1/d."""
         apart, root = means[:, None] - self.own, math.sqrt(self._size)
         distance = apart.norm(dim=2, keepdim=True).clamp_min(1e-9)
         step = math.log1p(_FARTHEST) / (_DISTANCES - 1)

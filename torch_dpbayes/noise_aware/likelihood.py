@@ -1,4 +1,4 @@
-r"""The synthetic likelihood: what private releases would have been, simulated.
+r"""The synthetic likelihood: the simulated law of private releases.
 
 With releases :math:`T_k = \sum_i c_k(x_i) + z_k \xi_k` of clipped whitened scores
 :math:`c_k(x) = \mathrm{clip}_1(A_k u(x; \theta_k)/C_k)`, all of them together are
@@ -10,10 +10,10 @@ With releases :math:`T_k = \sum_i c_k(x_i) + z_k \xi_k` of clipped whitened scor
 by the central limit theorem (Wood 2010, "Statistical inference for noisy nonlinear ecological
 dynamic systems"; Gallant and Tauchen 1996, "Which moments to match?"). Both moments come from M
 records that are simulated at a centre θ_c and weighted by :math:`p(x|\theta)/p(x|\theta_c)`, one
-record's ratio. As E u(x; θ_c) = 0 there, u is a control variate, and ∂m/∂θ = Cov(c, u). What the
-control variate leaves, S_res, adds n²S_res/M to the covariance.
+record's ratio. There E u(x; θ_c) = 0, so u is a control variate, and ∂m/∂θ = Cov(c, u). The
+residual covariance after this control variate, S_res, adds n²S_res/M to the covariance.
 
-**Privacy.** Post-processing: functions of what was released and of public numbers.
+**Privacy.** Post-processing: functions of releases and of public numbers.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from .latents import Latents
 from .records import ModelRecords, clipped, log_likelihoods, scores
 
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
-_CONVERGED, _MOST_STEPS = 0.05, 60  # posterior standard deviations; of Gauss-Newton
+_CONVERGED, _MOST_STEPS = 0.05, 60  # posterior standard deviations; Gauss-Newton steps
 _HALVINGS = 20
 LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
-_LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
-_USUAL_SHARE = 0.1  # of records that carry the information; of normal scores it is d/(d + 2)
-_TOLD_APART = 1e-8  # relative, of squares of scores; float32 rounds them to 1e-14
-_PLACES = 5  # draws of a prior, at which what moves records is compared with the centre
-_RATIOS = 512  # records whose log ratios tell a move, at most
-_MOST_CENTRES = 60  # at which records are simulated anew
-_LEAST_TOLD = 1e-6  # of a posterior's precision; less is nothing
-_RIDGE = 1e-10  # relative, of matrices that may be singular
+_LEAST_WORTH = 0.1  # least effective sample size, as a share of the simulated records
+_USUAL_SHARE = 0.1  # of records that have the information; for normal scores it is d/(d + 2)
+_TOLD_APART = 1e-8  # relative size of squares of scores that count; float32 rounds them to 1e-14
+_PLACES = 5  # draws of a prior, at which scores are compared with those at the centre
+_RATIOS = 512  # largest number of records whose log ratios determine a move
+_MOST_CENTRES = 60  # largest number of further centres at which records are simulated
+_LEAST_TOLD = 1e-6  # least share of a posterior's precision; less counts as 0
+_RIDGE = 1e-10  # relative, for matrices that may be singular
 
 
 class Release(NamedTuple):
     """T = Σ clip₁(Wu(x; θ)) + noise."""
 
-    theta: Tensor  # where scores are taken, [D]
+    theta: Tensor  # where scores are computed, [D]
     whitening: Tensor  # W = A/C, [d, d]
     value: Tensor  # T, [d]
     noise_std: float  # z
@@ -76,7 +76,7 @@ class Moments(NamedTuple):
     control: Tensor
 
     def projected(self, onto: Tensor) -> Moments:
-        """The moments of the statistics ``onto`` c."""
+        """The moments of the statistics ``onto @ c``."""
         return Moments(
             onto @ self.mean,
             onto @ self.jacobian,
@@ -131,13 +131,13 @@ class Simulator:
         return torch.cat(found, 1)
 
     def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Simulated, Moments]:
-        """Records at θ, and the moments of what would have been released of them."""
+        """Records at θ, and the moments of their statistics."""
         simulated = self.at(theta)
         statistics = self.statistics(simulated, releases)
         return simulated, moments(statistics, simulated.scores, self.covariates.is_paired)
 
     def moved(self, theta: Tensor, step: Tensor) -> Tensor:
-        """θ + step, or half of the step and so on, where the model can be evaluated."""
+        """θ + step. The step is halved until the model can be evaluated there."""
         read, density = self.records.read, self.records.density
         for _ in range(_HALVINGS):
             moved = theta.index_add(0, read, step)
@@ -149,7 +149,8 @@ class Simulator:
 
 def is_bent(simulated: Simulated, records: ModelRecords) -> bool:
     """Whether a direction of θ that moves no record at the centre moves some at a draw of the
-    prior: θ of the same records then lie on a curve, as those of the same ``tau * z`` do.
+    prior. Then the θ that give the same records lie on a curve, like those with the same ``tau *
+    z``.
     """
     gram = simulated.scores.T @ simulated.scores
     scales = torch.where(gram.diagonal() > 0, gram.diagonal().rsqrt(), 1.0)
@@ -166,9 +167,9 @@ def is_bent(simulated: Simulated, records: ModelRecords) -> bool:
 
 
 class Moves:
-    """How far θ is from a centre by what records tell, in its coordinates: log ratios of records
-    that are simulated there, regressed on their scores. To first order it is θ − θ_c; it is 0 where
-    θ means the same records.
+    """How far θ is from a centre, measured by records, in coordinates of θ: log ratios of records
+    simulated at the centre, regressed on their scores. To first order it is θ − θ_c; it is 0 if θ
+    gives the same records.
     """
 
     def __init__(self, simulated: Simulated) -> None:
@@ -185,8 +186,8 @@ class Moves:
 
 
 def _regression(found: Tensor) -> Tensor:
-    """The matrix that turns log ratios of records with these scores into a move, ``[M, d]``. What
-    is the same for all records gives none.
+    """The matrix that maps log ratios of records with these scores to a move, ``[M, d]``. A ratio
+    that is the same for all records gives no move.
     """
     apart = found - found.mean(0)
     sizes = torch.where((apart != 0).any(0), apart.norm(dim=0), 1.0)
@@ -194,15 +195,15 @@ def _regression(found: Tensor) -> Tensor:
 
 
 class Fit(NamedTuple):
-    """The mode of what releases say, and the Gaussian there."""
+    """The posterior mode given releases, and the Gaussian there."""
 
     centre: Tensor  # θ_c, [D]
     precision: Tensor  # Λ of the read coordinates
     prior_precision: Tensor  # P of them
     moments: Moments  # at the centre
     covariance: Tensor  # nS + V + n²S_res/M of all releases, [K·d, K·d]
-    last_step: float  # that would be next, in posterior standard deviations
-    simulated: Any  # the records; None of closed forms
+    last_step: float  # length of the next step, in posterior standard deviations
+    simulated: Any  # the records; None for closed forms
     slope: Tensor  # ∇ log p(θ) of the prior at the centre
 
 
@@ -229,8 +230,8 @@ def find_mode(
     start: Tensor,
     most_steps: int = _MOST_STEPS,
 ) -> Fit:
-    r"""Gauss-Newton steps, records drawn anew at each centre; ``source`` of moments is a
-    :class:`Simulator`, or closed forms with the same ``local``, ``moved`` and numbers.
+    r"""Gauss-Newton steps, with new records at each centre. ``source`` of the moments is a
+    :class:`Simulator`, or closed forms with the same ``local``, ``moved`` and attributes.
 
     .. math::
         \Lambda = P + n^2 J^\top \Sigma^{-1} J, \qquad
@@ -250,7 +251,7 @@ def find_mode(
         length = math.sqrt(max(float(step @ precision @ step), 0.0))
         if length < _CONVERGED or number == most_steps:
             break
-        if float(step @ precision @ before) < 0:  # it went too far
+        if float(step @ precision @ before) < 0:  # the last step was too long
             damping = max(damping / 2, 1 / 8)
         before = step
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
@@ -269,8 +270,8 @@ class LawDifferences(NamedTuple):
 def law_differences(
     fit: Fit, simulators: Sequence[Any], releases: Sequence[Release]
 ) -> LawDifferences:
-    """At the mode, with the same random numbers under each law; the first of ``simulators`` has the
-    mean law. Zeros where that is the only one.
+    """Differences at the mode, with the same random numbers under each law. The first of
+    ``simulators`` has the mean law. Zeros if it is the only one.
     """
     if len(simulators) == 1:
         return LawDifferences(0 * fit.moments.mean[None], 0 * fit.moments.jacobian[None])
@@ -282,7 +283,7 @@ def law_differences(
 
 
 class Likelihood(ABC):
-    r"""log p(T | θ) of what was released, up to a constant, for rows of θ ``[m, D]``.
+    r"""log p(T | θ) of the releases, up to a constant, for rows of θ ``[m, D]``.
 
     Under a law l of the covariates m(θ) is larger by m_l − m + (J_l − J)(θ − θ_c). Posteriors under
     the laws are averaged: the likelihood is that of a mixture,
@@ -290,19 +291,19 @@ class Likelihood(ABC):
     .. math::
         \frac 1 L\sum_l p(T|\theta, l)/Z_l, \qquad Z_l = \int p(T|\theta, l)\,p(\theta)\,d\theta
 
-    with Z_l of the Gaussian. Without it laws would count by how well they suit T, of which so few
-    draws of a matrix tell nothing: one or two would count alone.
+    with Z_l from the Gaussian. Without Z_l, laws would be weighted by how well they fit T. So few
+    draws of a matrix cannot estimate this: only one or two would count.
 
-    ``noise`` is V with what the simulation's error adds, and ``found`` are the moments of T at the
-    centre.
+    ``noise`` is V plus the simulation's error, and ``found`` are the moments of T at the centre.
 
     Attributes:
-        centre: near the mode, ``[D]``.
-        modes, precisions: of the Gaussians that are the posterior together, about, ``[L, d]`` and
+        centre: a θ near the mode, ``[D]``.
+        modes, precisions: of the Gaussians that together approximate the posterior, ``[L, d]`` and
             ``[L, d, d]``.
-        simulation_error: in posterior standard deviations, at most.
-        far: for how many rows of the last call no simulated records were near enough.
-        is_bent: whether θ of the same records lie on a curve, where no Gaussian is near.
+        simulation_error: the largest error, in posterior standard deviations.
+        far: number of rows of the last call for which no simulated records were near enough.
+        is_bent: whether the θ that give the same records lie on a curve, so that no Gaussian
+            approximates the posterior.
     """
 
     num_simulated, simulation_error, far, is_bent = 0, 0.0, 0, False
@@ -373,17 +374,18 @@ class SyntheticLikelihood(Likelihood):
     r"""The synthetic likelihood, with moments from records that are simulated near and far from the
     mode.
 
-    Near the mode all that T says of θ is in the d numbers :math:`J^\top\Sigma^{-1}T`: m is linear
-    there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and
-    covariance away from the centre come from ``few`` of the records,
+    Near the mode m is linear, Σ is constant and T | θ is Gaussian, so the d numbers
+    :math:`J^\top\Sigma^{-1}T` are sufficient for θ. The likelihood is that of these numbers. Their
+    mean and covariance away from the centre come from ``few`` of the records,
 
     .. math::
         m(\theta) = m + J(\theta - \theta_c) + \big[m_s(\theta) - m_s - J_s(\theta - \theta_c)\big]
 
-    with m and J from all of them; S(θ) likewise by S's factor over S_s's. Where the weights of the
-    few are worth less than a tenth of them, records are simulated anew around that θ. There are at
-    most ``most_batches`` of records for the mean at the centre. Where θ of the same records lie on
-    a curve, θ − θ_c may be large and mean nothing: :class:`Moves` stand in its place.
+    with m and J from all records; S(θ) likewise, by the factor of S over that of S_s. If the
+    effective size of the few is below a tenth of their number, records are simulated again around
+    that θ. The mean at the centre uses at most ``most_batches`` batches of records. If the θ that
+    give the same records lie on a curve, θ − θ_c may be large without any effect: then
+    :class:`Moves` replaces it.
     """
 
     def __init__(
@@ -399,7 +401,7 @@ class SyntheticLikelihood(Likelihood):
         self._simulator, self._releases = simulator, list(releases)
         self._few, n = _enough(fit.simulated.scores, few), simulator.num_data
         _, pulled = posterior_precision(fit.moments, fit.covariance, fit.prior_precision, n)
-        # in units of the posterior, without directions that the releases say nothing of, so that
+        # in units of the posterior, without directions in which the releases have no information:
         # the statistic's covariance is the identity at the centre
         white = torch.linalg.solve_triangular(
             torch.linalg.cholesky(fit.precision), pulled.T, upper=False
@@ -429,8 +431,8 @@ class SyntheticLikelihood(Likelihood):
         return self._simulator.statistics(simulated, self._releases) @ self._projection.T
 
     def _refined(self, fit: Fit, found: Moments, most: int) -> tuple[Tensor, int]:
-        """The mean at the centre of as many records as keep the simulation's error below a tenth of
-        the posterior's deviation, and how many.
+        """The mean at the centre, and its number of records: enough to keep the simulation's error
+        below a tenth of the posterior's deviation.
         """
         mean, n = found.mean, self._simulator.num_data
         count = size = len(fit.simulated.scores)
@@ -444,8 +446,8 @@ class SyntheticLikelihood(Likelihood):
         return mean, count
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """The log-likelihood of every row. Records are simulated anew where the effective size of
-        those at the mode is too small.
+        """The log-likelihood of every row. If the effective sample size of the records at the mode
+        is too small, records are simulated again.
         """
         values = torch.empty(len(theta), dtype=torch.float64)
         worth = torch.zeros(len(theta), dtype=torch.float64)
@@ -481,8 +483,8 @@ class SyntheticLikelihood(Likelihood):
 
 
 def _enough(found: Tensor, few: int) -> int:
-    """How many records tell moments as well as ``few`` do of usual scores: more where few of them
-    carry most of the information, as rare events do.
+    """The number of records that gives moments as exact as ``few`` do for usual scores: more if few
+    records, for example rare events, have most of the information.
     """
     root = torch.linalg.cholesky(ridged(found.T @ found / len(found)))
     sizes = torch.linalg.solve_triangular(root, found.T, upper=False).square().sum(0)
@@ -491,8 +493,8 @@ def _enough(found: Tensor, few: int) -> int:
 
 
 class _Around:
-    """Moments of the projected statistics at any θ, from some of the records that were simulated
-    at one, whose statistics are ``own``; there they are those ``found`` from more records.
+    """Moments of the projected statistics at any θ, from some records simulated at one θ, whose
+    statistics are ``own``. At this θ the moments are those ``found`` from more records.
     """
 
     def __init__(
@@ -511,8 +513,8 @@ class _Around:
         self._products = own[:, self._upper[0]] * own[:, self._upper[1]]
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """m ``[m, d]`` and S ``[m, d, d]`` at θ ``[m, D]``, and what part of the records the
-        weights are worth, ``[m]``. Not a number where the model cannot be evaluated.
+        """m ``[m, d]`` and S ``[m, d, d]`` at θ ``[m, D]``, and the effective sample size as a
+        share of the records, ``[m]``. m is NaN if the model cannot be evaluated.
         """
         terms = torch.stack([self._terms(each) for each in theta])
         ratios = (terms - self._base).nan_to_num(0.0, 0.0, 0.0)
@@ -539,6 +541,6 @@ class _Around:
 
 
 def ridged(matrix: Tensor) -> Tensor:
-    """One that can be inverted."""
+    """``matrix`` plus a small multiple of the identity, so that it can be inverted."""
     level = matrix.diagonal().mean().clamp_min(1e-290)
     return matrix + _RIDGE * level * torch.eye(len(matrix), dtype=matrix.dtype)

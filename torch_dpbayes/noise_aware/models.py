@@ -1,5 +1,5 @@
-"""Models by name: generalised linear ones, multinomial logistic regression, and the last layer of a
-network.
+"""The supported models: generalised linear models, multinomial logistic regression, and the last
+layer of a network.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..ops.softmax import Softmax
 Likelihood = Literal["categorical", "bernoulli", "normal"]
 
 _LIKELIHOODS = ("categorical", "bernoulli", "normal")
-_LARGEST_LOG_RATE = 50.0  # beyond, a Poisson mean is no count that could be drawn
-_ROWS = 4096  # of inputs that are mapped at a time
+_LARGEST_LOG_RATE = 50.0  # beyond, counts of a Poisson law are too large to be drawn
+_ROWS = 4096  # rows of inputs that are mapped at a time
 _SYNTHETIC_ROWS = 5
 
 
@@ -44,13 +44,13 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
             "the prior is improper (prior_std is infinite), but the posterior is the prior if"
             " noise hides the data. Pass prior_std=."
         )
-    # of a Gaussian target: a second derivative is 1/s² times the squared length of the features
+    # for a Gaussian target: the smoothness is 1/s² times the largest squared length of features
     noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
     return _LinearModel(model.family, precision.rsqrt().clone(), noise_std, model.max_count)
 
 
 def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Features as floats, and targets as the Pyro model takes them: clamped as the GLM says."""
+    """Features as floats, and targets for the Pyro model, clamped as in the GLM."""
     features = features if features.is_floating_point() else features.float()
     if isinstance(model, Softmax):
         return features, targets
@@ -75,10 +75,10 @@ def law_of(family: str, output: Tensor, std: Any = 1.0, max_count: float | None 
 
 
 class ClampedPoisson(dist.Poisson):
-    """min(Y, c) of a Poisson count Y: c has the probability of all counts from c."""
+    """min(Y, c) of a Poisson count Y: c has the probability of all counts of at least c."""
 
     def __init__(self, rate: Tensor, largest: float) -> None:
-        super().__init__(rate, validate_args=False)  # c may be no whole number
+        super().__init__(rate, validate_args=False)  # c may be fractional
         self._largest = largest
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> ClampedPoisson:
@@ -91,13 +91,13 @@ class ClampedPoisson(dist.Poisson):
     def log_prob(self, value: Tensor) -> Tensor:
         own, least = super().log_prob(value), torch.full_like(self.rate, math.ceil(self._largest))
         rest = torch.special.gammainc(least.double(), self.rate.double())
-        tiny = 1e-300  # nearly all of so little is that of the first of these counts
+        tiny = 1e-300  # below, the first of these counts has nearly all the probability
         log_rest = torch.where(rest > tiny, rest.clamp_min(tiny).log(), super().log_prob(least))
         return torch.where(value < self._largest, own, log_rest.to(own))
 
 
 class _LinearModel:
-    """``"weights"`` of one linear predictor, or of one for each class, ``[d]`` or ``[K, d]``."""
+    """A Pyro model with the site ``"weights"``: ``[d]``, or ``[K, d]`` for K classes."""
 
     def __init__(self, family: str, prior_std: Tensor, *of_target: Any) -> None:
         self._family, self._prior_std, self._of_target = family, prior_std, of_target
@@ -114,15 +114,15 @@ class _LinearModel:
 
 
 class LastLayer:
-    """A network whose trainable parameters are those of one linear layer, from which its output
-    comes: a Pyro model of the layer, and the features that the frozen rest makes. The network is
-    copied, in eval mode.
+    """A network whose only trainable parameters are those of its last layer, which is linear: a
+    Pyro model of the layer, and the features from the frozen rest. The network is copied, in eval
+    mode.
 
     Raises:
         ValueError: other parameters are trainable, or the output is not the layer's.
 
-    **Privacy.** Features are a function of one record each: the frozen rest runs under
-    a map over records. What it learned counts as public.
+    **Privacy.** Each row of features is a function of one record: the frozen rest runs under a map
+    over records. Its parameters count as public.
     """
 
     def __init__(self, module: nn.Module, likelihood: Likelihood, prior_std: float) -> None:
@@ -154,7 +154,7 @@ class LastLayer:
         fits = {"categorical": outputs > 1, "bernoulli": outputs == 1, "normal": True}
         if not fits[likelihood]:
             raise UnfitModel(
-                f"likelihood={likelihood!r} does not suit {outputs} outputs: categorical takes one"
+                f"likelihood={likelihood!r} does not fit {outputs} outputs: categorical needs one"
                 " for each class, bernoulli one logit."
             )
         self._module = copy.deepcopy(module).requires_grad_(False).eval()
@@ -169,8 +169,8 @@ class LastLayer:
         """``[n, d]``, each row a function of its own input. Private data.
 
         Raises:
-            ValueError: inputs are no floats, or the output is not the layer's; found on synthetic
-                rows.
+            ValueError: inputs are not floats, or the output is not the layer's, which is checked on
+                synthetic rows.
         """
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.dim() < 2:
             raise UnfitModel(
@@ -193,7 +193,7 @@ class LastLayer:
             return torch.where(found.isfinite().all(1, keepdim=True), found, 0.0)
 
     def _features(self, inputs: Tensor) -> Tensor:
-        """Zeros where the computation fails, which no record may make known."""
+        """The features; zeros if the computation fails, because an error would reveal a record."""
         each = RecordStatistics(lambda x: self._body(x[None])[0], [inputs.detach()], _ROWS)
         return torch.cat([inputs.new_zeros(0, each.size), *each.by_chunks()])
 

@@ -1,7 +1,7 @@
 """The records of a model, and simulated ones.
 
-Which arguments of a model are observed is read from its sites, on synthetic rows. All others with a
-row for each record are covariates.
+A run of the model on synthetic rows shows which arguments its sites observe. All other arguments
+with a row for each record are covariates.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
 _ROUNDING = 1e-6
-# that records are made of to see what a model does with them; missing ones are often -1 or NaN
+# values of test records; missing values are often coded as -1 or NaN
 _ODD_VALUES = (math.nan, -1e6, -1.0, 0.0, 1e6)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch that repeat; those outside are not moved."""
+    """Inside, torch's random numbers repeat; its generator outside does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def shorten(norms_squared: Tensor, bound: float) -> Tensor:
-    """The factors that bring vectors to norm ``bound`` at most, less a millionth, which covers
+    """The factors that scale vectors down to norm ``bound``, minus a millionth, which covers
     rounding.
     """
     least = bound * (1 - _ROUNDING)
@@ -53,16 +53,16 @@ def shorten(norms_squared: Tensor, bound: float) -> Tensor:
 class ModelRecords:
     """A Pyro model as a source of records: the roles of its arguments, and simulation.
 
-    Errors may depend on the number of records where ``count_is_public``; ``chunk`` of them are
+    Errors may depend on the number of records if ``count_is_public``. ``chunk`` records are
     computed at a time.
 
     Attributes:
-        density: of the records; ``density.rows()`` are private.
-        roles: of each data argument, in the order of ``density.rows()``.
-        read: numbers of the coordinates of θ that records depend on, ``[d]``.
+        density: density of the records; ``density.rows()`` are private.
+        roles: role of each data argument, in the order of ``density.rows()``.
+        read: indices of the coordinates of θ that records depend on, ``[d]``.
 
     Raises:
-        ValueError: no records can be simulated from the model. Found on synthetic rows.
+        ValueError: no records can be simulated from the model; checked on synthetic rows.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class ModelRecords:
             )
         if len(self.read) > LARGEST_DIMENSION:
             raise ArgumentError(
-                f"records depend on {len(self.read)} parameters, and at most {LARGEST_DIMENSION}"
+                f"records depend on {len(self.read)} parameters, but at most {LARGEST_DIMENSION}"
                 " can be simulated: use a sampler of torch_dpbayes.optim."
             )
         names = _argument_names(model, args)
         public = [public] if isinstance(public, str | int) else public
         if not isinstance(public, Sequence) or not all(isinstance(p, str | int) for p in public):
             raise ArgumentTypeError(
-                f"public= takes names or positions of arguments, as ('x',); got {public!r:.60}."
+                f"public= must be names or positions of arguments, as ('x',); got {public!r:.60}."
             )
         observed = self._observed()
         leaves = [*density.arguments.row_dims]
@@ -144,15 +144,16 @@ class ModelRecords:
         return [number for number, role in enumerate(self.roles) if role in roles]
 
     def forget(self) -> None:
-        """Holds synthetic records from now on, in place of private ones."""
+        """Replace the private records by synthetic ones."""
         self.density = self.density.with_rows(self.density.made_up.few())
 
     def categories(self) -> dict[int, int]:
-        """How many values each category has: the smallest whole number with which the model fails.
+        """The number of values of each category: the smallest positive integer at which the model
+        fails.
 
         Raises:
-            ValueError: it has not failed up to a thousand, or a record has several numbers, or the
-                model fails where all of them have the largest value.
+            ValueError: it does not fail up to 1,000, a record has several numbers, or the model
+                fails if all categories have their largest values.
         """
         own = [row.clone() for row in self.density.made_up.few()]
         found = {number: self._num_categories(number) for number in self.of_role("category")}
@@ -199,7 +200,7 @@ class ModelRecords:
         self, theta: Tensor, covariates: Mapping[int, Tensor], count: int, seed: int
     ) -> RecordDensity:
         """``count`` records drawn from the model at θ, given as many rows of covariates by number
-        of the argument, as a density of their own. Equal seeds give equal random numbers.
+        of the argument, as a new density. Equal seeds give equal random numbers.
         """
         rows = self.density.made_up.rows(count)
         for number, row in covariates.items():
@@ -234,7 +235,7 @@ class ModelRecords:
             return sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
 
     def _observed(self) -> dict[int, str]:
-        """For the number of each argument, the site that observes it."""
+        """For the number of each observed argument, the site that observes it."""
         density, error = self.density, None
         for flavour in FLAVOURS:
             with public_randomness():
@@ -255,8 +256,8 @@ class ModelRecords:
             ]
             if not numbers:
                 raise UnfitModel(
-                    f"what site {name!r} observes, or the factor has, is not an argument of the"
-                    " model: pass it as a separate argument to pyro.sample(name, distribution,"
+                    f"the observation or factor of site {name!r} is not an argument of the model:"
+                    " pass it as a separate argument, for pyro.sample(name, distribution,"
                     " obs=...)."
                 )
             exact = [k for k in numbers if value is own[k]]
@@ -265,12 +266,12 @@ class ModelRecords:
         return found
 
     def _require_no_weights(self, rows: list[Tensor], observed: Mapping[int, str]) -> None:
-        """Refuse weights of records, and masks that follow what is observed. Both may be functions
-        of the data: they are seen where an argument has odd values, too.
+        """Refuse weights of records, and masks that depend on observed values. Both may be
+        functions of the data, so odd values of each argument are tested, too.
         """
         usual, others = self._weights(rows), [(-1, rows)]
         for number, row in enumerate(rows):
-            # elsewhere than on a CPU an index out of range ends the process
+            # on a GPU an index out of range would end the process
             is_safe = row.is_floating_point() or row.device.type == "cpu"
             for value in _ODD_VALUES if is_safe else ():
                 other = torch.full(row.shape, value).to(row)
@@ -278,7 +279,7 @@ class ModelRecords:
         for number, other_rows in others:
             try:
                 found = self._weights(other_rows)
-            except Exception:  # as the values may be impossible ones
+            except Exception:  # the values may be impossible ones
                 continue
             for name, weight in found.items():
                 if not bool(((weight == 0) | (weight == 1)).all()):
@@ -311,7 +312,7 @@ class ModelRecords:
 
 
 def scores(records: ModelRecords, density: RecordDensity, theta: Tensor) -> Tensor:
-    """u(x; θ) of every record, ``[n, d]`` in float64; 0 where it or the density is not finite."""
+    """u(x; θ) of every record, ``[n, d]`` in float64; 0 if it or the density is not finite."""
     point = theta.to(density.prior.device, density.prior.dtype)
     found = density.gradients(point)
     if len(records.read) < found.shape[1]:
@@ -329,7 +330,7 @@ def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
 
 
 def clipped(found: Tensor, whitening: Tensor) -> Tensor:
-    """clip₁ of every row times ``whitening``, shortened by what rounding may add."""
+    """clip₁ of every row times ``whitening``, with a margin for rounding."""
     white = found @ whitening.T
     factors = shorten(white.square().sum(1), 1.0)
     return white.mul_(factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
@@ -352,7 +353,7 @@ class _Simulated(Messenger):
 
 
 def _is_same_data(value: Tensor, row: Tensor) -> bool:
-    """Whether a site observes an argument, but for its dtype and dimensions of size 1."""
+    """Whether a site observes an argument, up to dtype and dimensions of size 1."""
     if value is row:
         return True
     if value.numel() != row.numel():
@@ -362,7 +363,7 @@ def _is_same_data(value: Tensor, row: Tensor) -> bool:
 
 
 def _argument_names(model: Model, args: Sequence[Any]) -> dict[int, str]:
-    """Names of the leaves that are arguments by themselves, by number of the leaf."""
+    """Names of the arguments that are tensors, by number of the leaf."""
     try:
         names = list(inspect.signature(model).parameters)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The posterior that a private run gives: draws, moments, density, and what it rests on."""
+"""The posterior from a private run: draws, moments, density, and its assumptions."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class NoiseAwarePosterior:
             x: rows ``[n, ...]`` as for the run, or a ``DataLoader`` for a network.
             transform, likelihood: of a network's output, as for :class:`.PosteriorSamples`; the
                 default is that of ``posterior_for_module``. A GLM or Softmax has its own.
-            num_samples: how many draws.
+            num_samples: number of draws.
 
         Returns:
             ``[n, ...]``.
 
         Raises:
-            ArgumentError: the model has other parameters or an output that does not fit, or the
-                rows have other columns than in the run.
+            ArgumentError: the model's parameters or output do not fit the run, or the rows have
+                other columns than in the run.
 
         **Privacy.** Post-processing; but a prediction reveals something about its own input.
         """
@@ -112,7 +112,7 @@ class NoiseAwarePosterior:
                 "model must be a torch.nn.Module, ops.GLM or ops.Softmax; for a Pyro model pass"
                 " sample() to pyro.infer.Predictive."
             )
-        if isinstance(model, LinearPredictor):  # it would shorten rows by a rule of its own
+        if isinstance(model, LinearPredictor):  # it would scale rows by its own rule
             model = LinearPredictor(model.weights.shape, torch.clone).to(model.weights)
         named = likelihood or self.likelihood
         noise_std = self.noise_std if named == "normal" else None
@@ -122,10 +122,10 @@ class NoiseAwarePosterior:
 
     @contextmanager
     def _as_in_the_run(self, network: nn.Module) -> Iterator[None]:
-        """Scale down long rows of what the layer, or another model's network, reads."""
+        """Inside, scale down input rows of the last layer, or of the network of another model."""
         name = next(iter(self._values)).rpartition(".")[0] if self.likelihood else ""
         reader = dict(network.named_modules(remove_duplicate=False)).get(name)
-        if reader is None:  # the prediction says that parameters are missing
+        if reader is None:  # the prediction raises an error on missing parameters
             yield
             return
 
@@ -140,13 +140,13 @@ class NoiseAwarePosterior:
             handle.remove()
 
     def _shortened(self, x: Any) -> Any:
-        """Rows of floats ``[n, ...]`` as the run had them."""
+        """Rows of floats ``[n, ...]``, scaled down as in the run."""
         if self._shape is None or not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         rows = x.reshape(len(x), math.prod(x.shape[1:]))
         if rows.shape[1] != sum(self._shape.widths):
             raise ArgumentError(
-                f"rows have {rows.shape[1]} numbers, and {sum(self._shape.widths)} were scaled"
+                f"rows have {rows.shape[1]} numbers, but {sum(self._shape.widths)} were scaled"
                 " down together in the run: pass the input of its model; for several arguments"
                 " pass sample() to pyro.infer.Predictive."
             )
@@ -181,7 +181,7 @@ class NoiseAwarePosterior:
         """log p(values | releases) up to a constant, as a density of the constrained values.
 
         Args:
-            values: one value of every site, in the shapes that ``mean`` has.
+            values: one value of every site, in the shapes of ``mean``.
 
         Raises:
             ValueError: a site is missing, or its value has another shape; or this is a layer with
@@ -189,14 +189,14 @@ class NoiseAwarePosterior:
         """
         if self._density is None:
             raise ArgumentError(
-                "a large last layer has draws and no density: use sample or predict."
+                "a large last layer has draws but no density: use sample or predict."
             )
         latents, likelihood = self._density
         expected = {name: v.shape[1:] for name, v in self._values.items()}
         found = {name: torch.as_tensor(v).shape for name, v in values.items()}
         if found != expected:
             raise ArgumentError(
-                f"log_density takes one value of every site, of shapes"
+                f"log_density needs one value of every site, of shapes"
                 f" { ({k: list(v) for k, v in expected.items()}) }; got"
                 f" { ({k: list(v) for k, v in found.items()}) }."
             )
@@ -205,7 +205,7 @@ class NoiseAwarePosterior:
         return float(likelihood(theta)[0] + latents.log_density(theta)[0]) + log_jacobian
 
     def guarantee(self) -> str:
-        """A text: what was charged, and what the width of this posterior assumes."""
+        """A text that states the charges, and the assumptions of this posterior's width."""
         return "\n".join(self._statement)
 
     def to_arviz(self, num_samples: int = 1000) -> Any:

@@ -1,9 +1,9 @@
-"""The private run: how the budget is split among its releases, and scores released at the mode of
-what is known so far.
+"""The private run: the split of the budget among its releases, and the releases of scores, each at
+the mode given the earlier releases.
 
 **Privacy.** All events are charged before the first release, with noise multipliers that are
-functions of public numbers. What a release is taken of, its point, whitening and clip bound, is a
-function of earlier releases. Besides the releases nothing here depends on records.
+functions of public numbers. The point, whitening and clip bound of a release are functions of
+earlier releases. Only the releases depend on records.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .likelihood import Release, Simulator, find_mode, moments, posterior_precis
 from .records import ModelRecords, clipped, scores
 
 NUM_RELEASES, _MOST_RELEASES = 7, 50
-# of the shares from one release of scores to the next: the first ones only serve to arrive
+# ratio of the shares of successive releases of scores: the first ones only locate the mode
 _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
 _LEAST_SHARE, _MOST_SHARE = 0.04, 0.30  # of the budget, for the law of the covariates
 _CATEGORIES = 0.02  # of the budget, for counts of categories
-# of what is spent on rows of numbers, for their mean and for their sums by category
+# shares of the budget for rows of numbers: for their mean, and for their sums by category
 _MEAN_SHARE, _SUMS_SHARE = 0.2, 0.3
-QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
-# a price of a twentieth of the width, 1.05² in variance, for a larger clip bound: clipped scores of
-# a model that is not quite right are zero elsewhere
+QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms: the candidates for the clip bound
+# a larger clip bound may cost a twentieth of the width, 1.05² in variance: if a model is not quite
+# right, clipping moves the θ at which its scores sum to zero
 _SPARED = 0.10
 _ROWS = 50_000  # of private records whose scores are in memory at a time
 
@@ -57,12 +57,12 @@ class Plan:
     fixed before its first release.
     """
 
-    total: float  # of the one release that would use all of the budget, 1/μ
+    total: float  # of a single release with the whole budget, 1/μ
     scores: tuple[float, ...]  # of the clipped sums of scores
     moments: tuple[float, float] | None  # of the mean and the products of rows of numbers
     categories: float | None  # of all sums by category
     clipped: float  # of the number of clipped records
-    event: DpEvent  # what is charged
+    event: DpEvent  # the charge
 
     @property
     def together(self) -> float:
@@ -83,18 +83,18 @@ def plan_run(
     has_numbers: bool,
     num_ones: int,
 ) -> Plan:
-    """The split, with κ = n/(z·d) for the multiplier z of the whole: rows of numbers take 2/√κ of
-    the budget, between .04 and .30. ``has_numbers`` where covariates are private rows of numbers;
-    what a record adds to sums by category has ``num_ones`` for squared length.
+    """Split the budget. Rows of numbers get the share 2/√κ, between .04 and .30, where κ = n/(z·d)
+    and z is the multiplier of the whole budget. ``has_numbers``: covariates are private rows of
+    numbers. ``num_ones``: squared length of the vector that a record adds to sums by category.
     """
     if positive_count(num_releases, "num_releases") > _MOST_RELEASES:
-        raise ArgumentError(f"num_releases = {num_releases}: take at most {_MOST_RELEASES}.")
+        raise ArgumentError(f"num_releases = {num_releases}: use at most {_MOST_RELEASES}.")
     total = total_multiplier(accountant, epsilon, delta)
     events: list[DpEvent] = []
 
     def noise(share: float, moved: float = 2.0) -> float:
-        """The multiplier of a release with this share of the budget, which replacing a record moves
-        by ``moved`` and adding one by 1. The accountant takes ``moved`` for 2.
+        """The multiplier of a release with this share of the budget. Replacing a record moves the
+        release by ``moved``, adding one by 1. The accountant assumes that ``moved`` is 2.
         """
         events.append(GaussianDpEvent(total / math.sqrt(share)))
         is_swap = accountant.neighboring == "replace_one"
@@ -120,7 +120,7 @@ def plan_run(
 def budget_of(
     accountant: PrivacyAccountant | None, epsilon: float | None, delta: float | None
 ) -> PrivacyAccountant:
-    """The caller's accountant, or one of its own for neighbours that replace a record."""
+    """The caller's accountant, or a new one for replace-one."""
     if accountant is None:
         return PrivacyAccountant(epsilon, delta, neighboring="replace_one")
     if not isinstance(accountant, PrivacyAccountant):
@@ -129,8 +129,8 @@ def budget_of(
 
 
 def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
-    """The number of records that may be used without a charge: stated under add-or-remove-one,
-    counted under replace-one.
+    """The public number of records: under add-or-remove-one the stated number, under replace-one
+    the number found.
     """
     if stated is not None:
         stated = positive_count(stated, "num_data")
@@ -151,7 +151,7 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
 
 
 def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) -> list[str]:
-    """State in words what was charged, and how far one record moves each release."""
+    """Lines that state the charge, and how far one record moves each release."""
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (
@@ -165,7 +165,7 @@ def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) 
 def statement_of_releases(
     count: int, bound: float | None, categories: Mapping[int, int]
 ) -> list[str]:
-    """State in words what a run releases, with rows of numbers shortened to ``bound``, if any."""
+    """Lines that state what a run releases. ``bound``: rows of numbers are shortened to it."""
     lines = [f"{count} clipped sums; a record moves each by at most 1 in units of its clip bound"]
     if bound is not None:
         lines.append(
@@ -190,7 +190,7 @@ class Transcript:
 
 
 class Mechanism:
-    r"""Draws the noise of a run that was charged: the only reader of private rows.
+    r"""Draws the noise of a run that was charged. Only this class reads private rows.
 
     **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
     record is added or removed, and by 2 when one is replaced; the number of clipped records by 1. A
@@ -236,7 +236,7 @@ class Mechanism:
         return total
 
     def _scores(self, theta: Tensor) -> Iterator[Tensor]:
-        """Those of so many records at a time."""
+        """The scores of all records, in chunks."""
         density = self._records.density
         for start in range(0, density.num_records, _ROWS):
             rows = [row[start : start + _ROWS] for row in self._rows]
@@ -263,11 +263,11 @@ def choose_scale(
     .. math::
         A = \Big(F + \lambda P\Big)^{-1/2}, \qquad \lambda = \frac{n + z^2 d}{n^2}
 
-    spreads the noise as the posterior is: where n²F/(n + z²d) is less than the prior's precision P,
-    a record says less than the prior, and no noise is spent on it. C is the largest of a few
-    quantiles of ‖Au‖ at which the geometric mean of the posterior variances is at most a tenth
-    above its least value. ``multiplier`` is z of all releases of scores together; a clip bound of
-    ‖u‖ itself, with A = I, overrides the choice.
+    gives the noise the shape of the posterior. In directions where n²F/(n + z²d) is below the
+    prior's precision P, the records have less information than the prior, so A does not scale them
+    up further. C is the largest of a few quantiles of ‖Au‖ at which the geometric mean of the
+    posterior variances is at most a tenth above its least value. ``multiplier`` is z of all
+    releases of scores together. ``max_grad_norm`` replaces both: C for ‖u‖ itself, with A = I.
     """
     simulated = simulator.at(theta)
     own, n = simulated.scores, simulator.num_data
@@ -295,7 +295,7 @@ def choose_scale(
 
 
 def largest_bound(levels: Mapping[float, float]) -> float:
-    """The largest clip bound that costs little, of bounds with their mean log variance."""
+    """The largest clip bound whose mean log variance in ``levels`` is close to the least."""
     most = min(levels.values()) + math.log1p(_SPARED)
     return max(bound for bound, level in levels.items() if level <= most)
 
@@ -308,8 +308,8 @@ def run(
     plan: Plan,
     max_grad_norm: float | None,
 ) -> tuple[Transcript, Tensor]:
-    """All releases of scores, each at the mode of what is known, beside those of covariates; and
-    that mode in the end.
+    """Release the scores, each at the mode given earlier releases. Return ``transcript`` with them,
+    and the last mode.
     """
     theta, releases = latents.median, list[Release]()
     for multiplier in plan.scores:

@@ -1,5 +1,5 @@
-r"""Models whose records enter through sums of a few statistics, and the posterior from one release
-of them: the same likelihood, T | θ ~ N(n m(θ), n S(θ) + V), whose moments are closed forms.
+r"""Models with a few sufficient statistics, and the posterior from one release of their sums. The
+likelihood is T | θ ~ N(n m(θ), n S(θ) + V) as elsewhere, but with moments in closed form.
 
 Source: Bernstein and Sheldon (2018), "Differentially private Bayesian inference for exponential
 families", with Gaussian noise.
@@ -63,8 +63,8 @@ class ExponentialFamily:
             η.
         log_normalizer: A as a function of η, twice differentiable: its derivatives are the mean and
             the covariance of s(x).
-        max_statistic_norm: C, to which ‖s(x)‖ is clipped; public. The moments ignore clipping: take
-            a bound that few exceed.
+        max_statistic_norm: C, the public bound to which ‖s(x)‖ is clipped. The moments ignore
+            clipping: choose a bound that few records exceed.
     """
 
     prior: Callable[[], Any]
@@ -165,13 +165,13 @@ class LinearRegression:
 
     Args:
         noise_std_prior: prior of σ: a Pyro distribution of one positive number, in float64.
-        prior_std: of every weight.
+        prior_std: prior standard deviation of every weight.
         max_feature_norm: R; longer rows are scaled down to it, and the weights refer to scaled
             rows.
 
     Raises:
         ValueError: ``max_feature_norm`` or ``prior_std`` is not a positive number, or
-            ``noise_std_prior`` is not a distribution of one.
+            ``noise_std_prior`` is not a distribution of one positive number.
     """
 
     noise_std_prior: Any
@@ -183,7 +183,7 @@ class LinearRegression:
             check_clip_bound(name, getattr(self, name), "a public number")
         if not _is_of_a_positive_number(self.noise_std_prior):
             raise ArgumentError(
-                "noise_std_prior must be a Pyro distribution of one positive number, as"
+                "noise_std_prior must be a Pyro distribution of one positive number, such as"
                 " dist.LogNormal(loc, scale) or dist.HalfNormal(scale); got"
                 f" {self.noise_std_prior!r}."
             )
@@ -214,19 +214,19 @@ def sufficient_statistics(
 
     with the mean μ and the covariance Σ of one record's statistics. The only approximation is that
     the sum is Gaussian. The statistics of a linear regression include products of features, which
-    would take most of the budget: it is run by
-    :func:`~torch_dpbayes.noise_aware.posterior`.
+    would need most of the budget: for this model
+    :func:`~torch_dpbayes.noise_aware.posterior` runs instead.
 
     Args:
         model: :func:`beta_bernoulli`, :func:`gamma_poisson`, :func:`dirichlet_categorical`, an
             :class:`ExponentialFamily` of your own, or :class:`LinearRegression`.
-        data: tensors of one length, one row a record; features ``[n, d]`` and targets ``[n]`` for
-            linear regression.
+        data: tensors of one length, with one row per record; features ``[n, d]`` and targets
+            ``[n]`` for linear regression.
         epsilon: the accountant's total ε after the release. None: the accountant's budget.
-        delta: likewise.
-        accountant: where it is charged. None: a new one, for neighbours that replace one record.
-        num_data: n, a public constant. None: taken from the data under replace-one, where it is
-            public.
+        delta: δ of this ε. None: the accountant's.
+        accountant: where the release is charged. None: a new one for replace-one.
+        num_data: n, a public constant. None: the number in the data, only under replace-one, where
+            it is public.
 
     Raises:
         ValueError, TypeError: the model or the data do not fit. Nothing is charged.
@@ -267,7 +267,7 @@ def sufficient_statistics(
         size = statistics.size
         family = _Family(model, latents, count, size)
         whole = torch.eye(size, dtype=torch.float64)
-        # what fails with made-up statistics fails before the charge
+        # errors of the model occur here, with synthetic statistics, before the charge
         made_up = Release(latents.median, whole, torch.zeros(size, dtype=whole.dtype), multiplier)
         _OfFamily(family, latents, made_up)(latents.draws) + latents.log_density(latents.draws)
         accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
@@ -288,9 +288,9 @@ def sufficient_statistics(
 
 
 class _Family:
-    """Moments of one record's statistics over the bound C, in closed form."""
+    """Moments of one record's statistics, divided by the bound C, in closed form."""
 
-    count = 1  # simulated records, of whose error there is none
+    count = 1  # number of simulated records; closed forms have no simulation error
 
     def __init__(
         self, model: ExponentialFamily, latents: Latents, num_data: int, size: int
@@ -347,7 +347,7 @@ class _OfFamily(Likelihood):
         return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])
 
 
-# -- parts of families, which posteriors keep and which can be pickled -----------------------------
+# -- functions of families at module level, so that posteriors can be pickled ----------------------
 
 
 def _one_site(name: str, distribution: Callable[..., Any], *parameters: Tensor) -> None:
@@ -369,7 +369,7 @@ def _centred_indicators(size: int, label: Tensor) -> Tensor:
 
 
 def _one_number(row: Tensor, what: str) -> Tensor:
-    """A record that is a single number, whatever its dimensions are."""
+    """A record that is a single number, with any dimensions of size 1."""
     if row.numel() != 1:
         shape = ", ".join(map(str, ("n", *row.shape)))
         raise UnfitModel(

@@ -1,6 +1,6 @@
-"""One posterior sample: a draw from a posterior is private by itself, if its certificate holds.
+"""One posterior sample: a draw from a posterior is private if its certificate holds.
 
-* ``one_posterior_sample``: solve for the tempering, charge, draw, release;
+* ``one_posterior_sample``: computes the tempering, charges, draws, releases;
 * ``certificates``: bounds on a record's influence; for a new one copy ``bounded.py``;
 * ``models``: what a certificate needs from a model; ``glm`` and ``softmax``, which share
   ``linear_model``, and ``pyro_model`` implement it;

@@ -26,7 +26,7 @@ _FAMILIES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "poisson": (torch.exp, torch.log),
 }
 FAMILIES = tuple(_FAMILIES)
-_LARGEST_EXPONENT = 600.0  # of a Poisson rate: finite, and beyond any clip
+_LARGEST_EXPONENT = 600.0  # log of a Poisson rate: the rate is finite, and above any clip bound
 
 
 class GLM(LinearModel):
@@ -38,20 +38,20 @@ class GLM(LinearModel):
         r(w) = \tfrac12 \sum_j w_j^2 / \text{prior\_std}_j^2
 
     with b(u) = log(1 + e^u) for ``"bernoulli"``, u²/2 for ``"gaussian"``, e^u for ``"poisson"``.
-    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is
-    your own column of ones, and is scaled with the rest. Targets are clamped to [0, 1]
+    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together. For an intercept
+    add a column of ones, which is scaled with the others. Targets are clamped to [0, 1]
     (``"bernoulli"``) or [0, ``max_count``] (``"poisson"``). A row with a value that is not finite
-    contributes exactly zero. No record can cause an error here: check labels before.
+    contributes exactly zero. No record can cause an error: check labels before.
 
     Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, because each
     record has one u. The gradient's Lipschitz constant is at most β R_x²: β = ¼ (Bernoulli), 1/s²
-    (Gaussian), ``max_count`` + C/R_x (Poisson: where it is not clipped, e^u ≤ y + C/‖x‖). With
-    several predictors per record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
+    (Gaussian), ``max_count`` + C/R_x (Poisson: without clipping, e^u ≤ y + C/‖x‖). With several
+    predictors per record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
 
     Args:
         family: ``"bernoulli"`` (targets 0 and 1), ``"gaussian"`` or ``"poisson"``.
-        prior_std: standard deviation of the N(0, prior_std²) prior of each weight, a number or one
-            for each column; ``math.inf`` for no prior.
+        prior_std: standard deviation of the N(0, prior_std²) prior of each weight: one number, or
+            one for each column; ``math.inf`` for no prior.
         max_feature_norm: R_x, the largest Euclidean norm of a row of features.
         noise_std: s, the known standard deviation of the target, only for ``"gaussian"``.
         max_count: the largest count, only for ``"poisson"``.
@@ -83,7 +83,7 @@ class GLM(LinearModel):
             ("max_count", max_count, "poisson"),
         ):
             if family != owner and value is not None:
-                raise ArgumentError(f"{name} belongs to family={owner!r}, not to {family!r}")
+                raise ArgumentError(f"{name} is only for family={owner!r}, not for {family!r}")
             if family == owner:
                 require_representable(name, value)
         self._family = family
@@ -161,11 +161,11 @@ class Records:
     family: str
     x: Tensor  # [n, d]
     y: Tensor  # [n]
-    bounds: Tensor | None  # [n], the largest |∂ℓ_i/∂u| that clipping leaves; None: any
+    bounds: Tensor | None  # [n], clip bounds of |∂ℓ_i/∂u|; None: no clipping
     weight: float  # of the loss, 1 / noise_std²
 
     def gradient_sum(self, weights: Tensor) -> Tensor:
-        """Σ_i of clipped gradients, ``[d]`` in float64."""
+        """The sum of the clipped gradients, ``[d]`` in float64."""
         total = torch.zeros_like(weights, dtype=torch.float64)
         given = [self.x, self.y] if self.bounds is None else [self.x, self.y, self.bounds]
         for x, y, *bounds in chunks_in_float64(*given):
@@ -177,15 +177,15 @@ class Records:
         return total
 
     def losses(self, weights: Tensor) -> Tensor:
-        """ℓ_i(w) − ℓ_i(0) where its slope is within bounds, straight lines beyond, ``[n]``; the
-        gradient of their sum is :meth:`gradient_sum`. Of ℓ_i itself, which one target can make as
-        large as it likes, the sum would lose the digits of all other records.
+        """ℓ_i(w) − ℓ_i(0), linear in u beyond the bounds of its slope, ``[n]``. The gradient of the
+        sum is :meth:`gradient_sum`. ℓ_i itself has no bound: with one large target, the sum would
+        lose the digits of all other records.
         """
         u = chunked_predictors(self.x, weights)
         y, low, high = self.y.to(torch.float64), -math.inf, math.inf
         if self.bounds is None:
             return self._between(torch.zeros_like(u), u, y)
-        # where the slope is at its bound; where there is none, the loss stays as it is
+        # between lows and highs the slope is within its bounds; without a bound they are infinite
         reach = self.bounds.to(torch.float64) / self.weight
         link, ends = _FAMILIES[self.family][1], {"neginf": -math.inf, "posinf": math.inf}
         lows = link(y - reach).nan_to_num(nan=low, **ends)
@@ -204,7 +204,7 @@ class Records:
         return slope.clamp(-bounds, bounds)
 
     def _between(self, start: Tensor, end: Tensor, y: Tensor) -> Tensor:
-        """ℓ at ``end`` less ℓ at ``start``, without the digits that they have in common."""
+        """ℓ at ``end`` minus ℓ at ``start``, without cancellation."""
         if self.family == "gaussian":
             return (end - start) * (self._slope(start, y) + self._slope(end, y)) / 2
         if self.family == "bernoulli":
@@ -222,7 +222,7 @@ class Records:
         return found - torch.lgamma(y + 1) if self.family == "poisson" else found
 
     def loss_of(self, u: Tensor, y: Tensor) -> Tensor:
-        """ℓ up to a constant, not clipped, of linear predictors and targets."""
+        """ℓ of linear predictors and targets, not clipped, up to a constant."""
         if self.family == "gaussian":
             return self.weight / 2 * (u - y).square()
         if self.family == "bernoulli":

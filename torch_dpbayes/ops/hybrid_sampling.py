@@ -35,11 +35,11 @@ class Hybrid(NamedTuple):
     """The releases of a hybrid run, and their cost."""
 
     module: nn.Module  # linear predictors of clipped features, in the chain's last state
-    # states of the chain: samples.predict(module, x), of counts predict(module, x, torch.exp)
+    # states of the chain: call samples.predict(module, x), for counts predict(module, x, torch.exp)
     samples: PosteriorSamples
-    start: dict[str, Tensor]  # the posterior sample that the chain began with
+    start: dict[str, Tensor]  # the posterior sample at which the chain started
     accountant: PrivacyAccountant
-    guarantee: str  # of the start, in words
+    guarantee: str  # text on the guarantee of the start
 
 
 def hybrid(
@@ -58,29 +58,29 @@ def hybrid(
     samples: PosteriorSamples | None = None,
     accountant: PrivacyAccountant | None = None,
 ) -> Hybrid:
-    r"""One posterior sample, from which DP-SGLD, DP-SGHMC or DP-SGNHT continues: the start is
-    already near the posterior (Wang, Fienberg and Smola 2015, Algorithm 3).
+    r"""Draws one posterior sample, and continues from it with DP-SGLD, DP-SGHMC or DP-SGNHT. So the
+    chain starts near the posterior (Wang, Fienberg and Smola 2015, Algorithm 3).
 
     Args:
-        model, features, targets: give loss and prior of start and chain.
-        certificate: of the start, which may use up to ``start_share · epsilon``.
-        optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``. Its noise is
-            calibrated to what the start leaves.
-        epsilon, delta: the target of start and chain together, with what ``accountant`` holds.
-        epochs, batch_size: of the chain, with Poisson batches of this expected size.
+        model, features, targets: define the loss and prior of start and chain.
+        certificate: certificate of the start, which costs at most ``start_share · epsilon``.
+        optimizer: factory of the chain, for example ``partial(dpb.optim.DPSGNHT, lr=0.1)``. Its
+            noise is calibrated to the budget that remains after the start.
+        epsilon, delta: the target of start, chain and earlier charges of ``accountant`` together.
+        epochs, batch_size: epochs and expected size of the Poisson batches of the chain.
         max_grad_norm: clip norm of one record's gradient in the chain.
-        samples: collects the chain's states, one per step. None: keeps the second half, thinned to
-            at most 200.
-        accountant: None: one with the target as its budget. Neighbours replace one record.
+        samples: collects the chain's states, one per step. None: keep the second half, thinned to
+            at most 200 states.
+        accountant: must be for replace-one. None: a new one with the target as its budget.
 
     Raises:
         ValueError: an argument is out of range, or start or chain would get no budget.
         PrivacyBudgetExceeded: start and chain do not fit the target or the accountant's budget.
             Neither is charged, unless others charge the accountant during the run.
 
-    **Privacy.** Releases: the start (event: the certificate's) and every state of the chain (event:
-    a Poisson-sampled Gaussian per step). Each is charged before it is drawn. The split depends on
-    public numbers alone.
+    **Privacy.** Releases the start (with the certificate's event) and every state of the chain
+    (with one Poisson-sampled Gaussian event per step). Each is charged before it is drawn. The
+    split of the budget depends only on public numbers.
     """
     if not isinstance(model, GLM):
         raise ArgumentError(f"model must be a dpb.ops.GLM, got {model!r}")
@@ -88,8 +88,8 @@ def hybrid(
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
     if accountant.neighboring != "replace_one":
         raise ArgumentError(
-            "the number of records decides the noise of a hybrid run: pass"
-            " PrivacyAccountant(neighboring='replace_one'), under which it is public."
+            "the noise of a hybrid run depends on the number of records: pass"
+            " PrivacyAccountant(neighboring='replace_one'), where this number is public."
         )
     records = model.records(*model.prepare((features, targets)))
     rate = positive_count(batch_size, "batch_size") / len(records.x)
@@ -108,7 +108,7 @@ def hybrid(
         history=[*accountant.history, (first.event, 1)],
         method=accountant.method,
     )
-    # without a temperature the given clip norm would decide it
+    # without this, the clip norm would determine the temperature
     given = {"temperature": 1.0} | getattr(optimizer, "keywords", {}) | _prior_of(model)
     module, chain, private = PrivacyEngine(accountant).make_private(
         module=model.module(records.x.shape[1]).to(records.x),

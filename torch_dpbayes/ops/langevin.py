@@ -1,5 +1,5 @@
-"""Langevin samplers on the full data. No accept step, nothing that a record can stop: every
-step does the same whatever the records are.
+"""Langevin samplers on the full data. They have no accept step, and no record can stop them: every
+step runs the same operations, whatever the records are.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..noise import GaussianNoise, check_positive
 from ..words import shown
 from .models import Density
 
-_LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
+_LEAST_GAP = 1e-290  # below, floats lose digits, so the limit c = 1, an upper bound, is used
 
 
 def mu_of_last_state(sensitivity: float, step_size: float, gap: float, steps: int) -> float:
     """μ of the last step of :class:`Overdamped` (Bok, Su, Altschuler 2024); ``gap``: 1 − c."""
     forgotten = float(steps)
     if gap >= _LEAST_GAP:
-        # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
+        # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits if c is close to 1
         grown = math.tanh(-steps * math.log1p(-gap) / 2) if gap < 1 else 1.0
         forgotten = grown * (2 - gap) / gap
     return sensitivity * math.sqrt(step_size / 2 * forgotten)
@@ -38,11 +38,11 @@ class Overdamped:
     On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
 
     Args:
-        steps: their number.
+        steps: the number of steps.
         step_size: h, in units of θ².
 
-    **Privacy.** The settings are public. How close the draw is to the target is the certificate's
-    assumption. The last state is the release, the earlier ones are not.
+    **Privacy.** The settings are public. The certificate assumes how close the draw is to the
+    target. Only the last state is released.
     """
 
     steps: int
@@ -78,9 +78,9 @@ class Underdamped:
     and 10.
 
     Args:
-        steps: their number.
-        step_size: h, a time.
-        friction: γ, per time.
+        steps: the number of steps.
+        step_size: h, in units of time.
+        friction: γ, per unit of time.
         inverse_mass: u. With u = 1/M, where M is the smoothness of U, γ = 2 is a good choice.
 
     **Privacy.** The settings are public. Only the last position is released, not the velocity.
@@ -104,7 +104,7 @@ class Underdamped:
         lag = _second_order(gamma * h)  # γh − (1 − E), without cancellation
         variance = u * -math.expm1(-2 * gamma * h)
         covariance = u / gamma * gone**2
-        rest = 2 * u / gamma**2 * _spread(gamma * h) - covariance**2 / variance  # of W_x given W_v
+        rest = 2 * u / gamma**2 * _spread(gamma * h) - covariance**2 / variance  # Var(W_x | W_v)
         x = density.start.clone()
         v = math.sqrt(u) * _gaussian(x, noise)
         for _ in shown(range(self.steps), "drawing one posterior sample"):

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, ArgumentTypeError
 from .models import Data, Density, Limits, Model, gradient_of
 
-ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
+ROUNDING = 1e-6  # relative reduction of the clip bounds, which covers rounding in float32
 _LEAST_STD = 1e-50
-_LARGEST = 1e15  # of a constant, and 1 / the least: beyond, float32 loses what bounds a record
+_LARGEST = 1e15  # largest constant, and 1 / the least: beyond, float32 cannot hold a record's bound
 _CHUNK = 2048  # rows: all sums are in float64 without a float64 copy of all features
 
 
 class LinearModel(Model):
-    """A Gaussian prior of weights, and linear predictors of features that are scaled down to
-    ``max_feature_norm``: one per record, or one per record and class.
+    """A Gaussian prior of weights, and linear predictors of features: one per record, or one per
+    record and class. Features are scaled down to norm ``max_feature_norm``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LinearModel(Model):
 
     @property
     def prior_std(self) -> Any:
-        """The prior standard deviation of each weight: one number or one for each column, in
+        """The prior standard deviation of the weights: one number, or one for each column, in
         float64.
         """
         return self._prior_std.clone()
@@ -56,7 +56,7 @@ class LinearModel(Model):
 
     @abstractmethod
     def records(self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf) -> Any:
-        """The data with every record's influence bounded; no value can cause an error."""
+        """The data, where every record has a bounded influence. No value can cause an error."""
 
     @abstractmethod
     def _shape(self, num_features: int) -> tuple[int, ...]: ...  # of the weights
@@ -65,8 +65,8 @@ class LinearModel(Model):
     def _mean(self, predictors: Tensor) -> Tensor: ...  # of a target
 
     def features(self, features: Tensor) -> Tensor:
-        """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
-        zero where a value is not finite; in float64 if the input is, else float32.
+        """The clipped rows ``[n, d]``: scaled down to norm ``max_feature_norm``, zero if a value is
+        not finite; in float64 if the input is, else in float32.
         """
         _require_dense("features", features, "[records, columns]", 2)
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
@@ -80,17 +80,17 @@ class LinearModel(Model):
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
         """The expected target of each row of ``[n, d]`` given a released draw, with features
-        clipped as in fitting: a probability, a mean or a rate ``[n]``; of a Softmax probabilities
-        of classes ``[n, K]``.
+        clipped as in fitting: a probability, a mean or a rate ``[n]``; for a Softmax the
+        probabilities of classes ``[n, K]``.
         """
         return expected_targets(self, draw["weights"], self.features(features))
 
     def module(self, num_features: int) -> LinearPredictor:
-        """The linear predictors as a network of one parameter, ``weights`` ``[num_features]``, or
-        ``[K, num_features]`` of a Softmax. Use it with :meth:`.PosteriorSamples.from_draws` for
-        "bernoulli", "normal" with ``noise_std``, or "categorical"; for rates ``predict(...,
-        torch.exp)``. It scales down whole rows. ``noise_aware.posterior`` does not scale constant
-        columns and public rows: for draws of such a run use its own ``predict``.
+        """The linear predictors as a network with one parameter, ``weights`` ``[num_features]``, or
+        ``[K, num_features]`` for a Softmax. Use it with :meth:`.PosteriorSamples.from_draws` for
+        "bernoulli", "normal" with ``noise_std``, or "categorical"; for rates call ``predict(...,
+        torch.exp)``. It scales down whole rows, but ``noise_aware.posterior`` does not scale
+        constant columns and public rows: for draws of such a run use its own ``predict``.
         """
         return LinearPredictor(self._shape(num_features), self.features)
 
@@ -101,7 +101,7 @@ class LinearModel(Model):
         _require_dense("features", features, "[records, columns]", 2)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
             raise ArgumentError(
-                f"prior_std has {len(self._prior_std)} values, the features have"
+                f"prior_std has {len(self._prior_std)} values, but the features have"
                 f" {features.shape[1]} columns"
             )
         if features.shape[1] == 0:
@@ -112,7 +112,7 @@ class LinearModel(Model):
         return features, targets
 
     def target(self, data: Data, limits: Limits) -> Density:
-        """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), from the prior's mean."""
+        """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w). The start is the prior's mean."""
         tempering, max_grad_norm, interval, _ = limits
         records = self.records(data[0], data[1], max_grad_norm)
         precision = self.prior_precision.to(records.x.device)
@@ -136,7 +136,7 @@ class LinearModel(Model):
 
 
 class LinearPredictor(nn.Module):
-    """Linear predictors of clipped features, as a module of the parameter ``weights``."""
+    """Linear predictors of clipped features, as a module with the parameter ``weights``."""
 
     def __init__(self, shape: tuple[int, ...], features: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -158,17 +158,17 @@ def _predictors(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def chunks_in_float64(*of_rows: Tensor) -> Iterator[list[Tensor]]:
-    """Of each, chunks of rows in float64, without a float64 copy of all. In float32 the rounding of
-    a row depends on how many there are: one record more would move others by a good part of their
-    clip norm where large numbers cancel, and the sums of millions.
+    """Chunks of each tensor's rows in float64, without a float64 copy of all rows. In float32 the
+    rounding of a row depends on the number of rows. If large numbers cancel, one record more could
+    move others, and sums of millions, by a large part of a clip norm.
     """
     for parts in zip(*(tensor.split(_CHUNK) for tensor in of_rows), strict=True):
         yield [part.to(torch.float64) for part in parts]
 
 
 def chunked_predictors(x: Tensor, weights: Tensor) -> Tensor:
-    """``x @ weights`` in float64; where it is not a number, for some records and not for others,
-    it is 0.
+    """``x @ weights`` in float64, with 0 for NaN, which could be in the results of some records
+    only.
     """
     weights = weights.to(torch.float64)
     found = [rows @ weights for (rows,) in chunks_in_float64(x)]
@@ -176,18 +176,18 @@ def chunked_predictors(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def require_representable(name: str, value: Any) -> None:
-    """Raise unless sums over records that this number bounds stay within what float32 can hold."""
+    """Raise unless float32 can represent the sums over records that this number bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentError(f"{name} must be a positive finite public number, got {value!r}")
     if not 1 / _LARGEST <= float(value) <= _LARGEST:
         raise ArgumentError(
-            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
-            " records in float32 need: choose units in which numbers are closer to 1."
+            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, so sums over"
+            " records do not fit float32: choose units in which numbers are closer to 1."
         )
 
 
 def _require_dense(name: str, value: Any, wanted: str, dims: int) -> None:
-    """Raise, without the number of records, which may be private."""
+    """Raise unless ``value`` is dense; the message omits the number of records."""
     shown = type(value).__name__
     if isinstance(value, Tensor):
         if value.layout == torch.strided and not value.is_complex() and value.dim() == dims:

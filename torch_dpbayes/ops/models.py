@@ -1,4 +1,4 @@
-"""The interfaces that certificates expect of a model, and samplers of a density."""
+"""What certificates need from a model, and samplers from a density."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Data = tuple[Any, ...]  # the user's arguments, or what a model has made of them
+Data = tuple[Any, ...]  # the user's arguments, or what Model.prepare makes of them
 
 
 class Limits(NamedTuple):
-    """The weight of every record's likelihood, and the bound of its term."""
+    """The weight of every record's likelihood, and the bounds of its term."""
 
     tempering: float
-    max_grad_norm: float = math.inf  # to which its gradient is clipped
-    log_likelihood_range: tuple[float, float] | None = None  # into which the logarithm is clipped
-    lipschitz: float = math.inf  # asserted: how far the logarithm moves for each unit of distance
+    max_grad_norm: float = math.inf  # clip bound of its gradient
+    log_likelihood_range: tuple[float, float] | None = None  # clip range of the log likelihood
+    lipschitz: float = math.inf  # asserted: Lipschitz constant of the log likelihood
 
 
 class Density(NamedTuple):
-    """∝ exp(−U(θ)) over flat vectors θ in float64, with every record's part bounded."""
+    """∝ exp(−U(θ)) over flat vectors θ in float64, with a bounded term for every record."""
 
     start: Tensor  # [d], chosen without the data
     potential: Callable[[Tensor], Tensor]  # U up to a constant, differentiable
@@ -36,7 +36,7 @@ class Constants(NamedTuple):
     lipschitz: float  # L: the largest norm of one record's clipped gradient
     strength: float  # λ: −log prior is λ-strongly convex, and all losses are convex
     prior_smoothness: float
-    record_smoothness: float  # of one record's clipped loss
+    record_smoothness: float  # smoothness of one record's clipped loss
 
 
 class Model(ABC):
@@ -44,8 +44,8 @@ class Model(ABC):
 
     @abstractmethod
     def prepare(self, data: Data) -> Data:
-        """The data in the form that the other methods take. May raise on shapes, never on
-        values.
+        """The data in the form that the other methods need. May raise an error because of shapes,
+        never because of values.
         """
 
     def num_records(self, data: Data) -> int:

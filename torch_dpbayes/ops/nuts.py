@@ -1,5 +1,5 @@
-"""One state of Pyro's No-U-Turn sampler: exact in the limit of a long warm-up, which is an
-assumption and never checked on the data.
+"""One state of Pyro's No-U-Turn sampler: exact in the limit of a long warm-up. That the warm-up is
+long enough is an assumption, which is never checked on the data.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
     """The state after ``warmup_steps`` adaptive steps and one more (Hoffman and Gelman 2014, in
     Pyro's implementation), from ``start`` ``[d]`` under a ``potential`` that is finite everywhere.
 
-    **Privacy.** Step sizes, acceptance rates and divergences depend on the records exactly: all of
-    that is dropped. The randomness comes from the operating system, not from torch's global
-    generator, whose seed somebody may know, and another thread may set.
+    **Privacy.** Step sizes, acceptance rates and divergences are exact functions of the records:
+    they are discarded. The randomness comes from the operating system, not from torch's global
+    generator: its seed may be known, and another thread may set it.
     """
     from pyro.infer import MCMC, NUTS  # only here: Pyro takes a while to load
 
@@ -34,7 +34,7 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
         initial_params={"theta": start},
         disable_progbar=True,
     )
-    # public randomness for what the stream does not reach
+    # public randomness for random functions that do not use the stream
     with using_pyro, public_randomness(), torch.enable_grad(), _OwnStream():
         chain.run()
     theta: Tensor = chain.get_samples()["theta"][0]
@@ -42,7 +42,7 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
 
 
 class _OwnStream(TorchFunctionMode):
-    """Gives this thread's random functions a generator that no other code can seed."""
+    """Passes a generator that no other code can seed to this thread's random functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,4 +63,4 @@ class _OwnStream(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-_RANDOM = (torch.normal, torch.bernoulli, torch.rand, torch.randn)  # all that Pyro's sampler calls
+_RANDOM = (torch.normal, torch.bernoulli, torch.rand, torch.randn)  # all used by Pyro's sampler

@@ -1,4 +1,4 @@
-"""One posterior sample: solve for the tempering, charge, draw, release one value."""
+"""One posterior sample: compute the tempering, charge, draw, release one value."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from .models import Model
 from .softmax import Softmax
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
-_DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
+_DELTA_IN_WORDS = 1e-5  # δ in the text of a guarantee if none was given
 _ANOTHER = "make a new OnePosteriorSample with a larger epsilon or another accountant."
-_LEAST_TEMPERING, _PRECISION = 1e-9, 1e-7  # the latter relative
+_LEAST_TEMPERING, _PRECISION = 1e-9, 1e-7  # the precision is relative
 _charging = Lock()
 
 
 class OnePosteriorSample:
-    r"""Releases one draw from a posterior with a tempered likelihood, and states why it is private.
+    r"""Releases one draw from a posterior with a tempered likelihood, with its privacy guarantee.
 
     .. math:: \theta \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho
 
-    A draw from a posterior is private by itself if no record can change the density much; the
-    certificate bounds this change. With ``epsilon`` ρ is the largest number up to 1 at which the
-    accountant, this draw included, meets (``epsilon``, ``delta``). Without it ρ = 1.
+    A draw from a posterior is private without added noise if no record can change the density much.
+    The certificate bounds this change. If ``epsilon`` is given, ρ is the largest number up to 1 at
+    which all charges, including this draw, meet (``epsilon``, ``delta``). Otherwise ρ = 1.
 
     Source: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9.
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that takes its data as arguments.
+            model with one data plate named "data" that gets its data as arguments.
         certificate: bounds a record's influence, and makes the draw. The default, 10,000 steps of
             Langevin dynamics, is for a GLM.
-        epsilon: the target ε of everything on the accountant after one draw. None: no tempering.
+        epsilon: target ε of all charges on the accountant after one draw. None: no tempering.
         delta: δ of the target. None: the accountant's.
-        accountant: None: a new one, with the target as budget, for neighbours that replace one
-            record.
+        accountant: where draws are charged. None: a new one for replace-one, with the target as
+            its budget.
         num_data: the number of records, a public constant; under add-or-remove-one an upper bound
-            for both neighbouring data sets. None: under replace-one the number in the data, which
-            is public there.
+            for both neighbouring data sets. None: the number of records in the data, only under
+            replace-one, where it is public.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the certificate does not hold for
@@ -135,25 +135,25 @@ class OnePosteriorSample:
 
     @property
     def variance_inflation(self) -> float:
-        """1 + 1/ρ: the asymptotic variance of the draw as an estimate, in units of that of the
+        """1 + 1/ρ: the asymptotic variance of the draw as an estimate, divided by that of the
         maximum likelihood estimate (Wang, Fienberg, Smola 2015, Proposition 9).
 
         A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with
-        the Fisher information I at the draw. It ignores bias by the prior, by clipping, and by a
-        chain that stopped early. A Langevin chain's step size multiplies 1/ρ by up to 1/(1 − hM/2):
-        by 2 for the default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals
-        take h ≤ 0.1/M.
+        the Fisher information I at the draw. It ignores the bias of the prior, of clipping, and of
+        a chain that is too short. A Langevin chain's step size multiplies 1/ρ by up to 1/(1 −
+        hM/2): by 2 for the default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For
+        intervals choose h ≤ 0.1/M.
         """
         return 1 + 1 / self.tempering
 
     @property
     def event(self) -> DpEvent:
-        """The event that one draw is charged as."""
+        """The event of one draw."""
         return self._certificate.event(self._model, self._setting())
 
     def guarantee(self) -> str:
-        """A text: what one draw costs, what was proved and what was assumed. It does not depend on
-        data; for a GLM it needs ``num_data`` or an earlier draw.
+        """A text that states the cost of one draw, the proof and the assumptions. It does not
+        depend on data. For a GLM it needs ``num_data`` or an earlier draw.
         """
         setting, event, held = self._setting(), self.event, self._accountant
         alone = PrivacyAccountant(method=held.method, neighboring=held.neighboring).compose(event)
@@ -178,11 +178,11 @@ class OnePosteriorSample:
     # --- the release ------------------------------------------------------------------------------
 
     def sample(self, *data: Any) -> dict[str, Tensor]:
-        """Charges one release, then draws.
+        """Charge one release, then draw.
 
         Args:
             *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the chain runs on the
-                features' device. For a Pyro model its arguments, for a module inputs and targets.
+                features' device. For a Pyro model its arguments.
 
         Returns:
             The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM,
@@ -190,12 +190,12 @@ class OnePosteriorSample:
 
         Raises:
             PrivacyBudgetExceeded: the draw would exceed the target or the accountant's budget.
-                Nothing is released, and nothing is charged unless others charged at the same time.
-            ValueError, TypeError: shapes that do not fit. Nothing is charged.
+                Nothing is released, and nothing is charged unless others charge at the same time.
+            ValueError, TypeError: shapes do not fit. Nothing is charged.
 
         **Privacy.** The returned draw is released; its event is :attr:`event`.
         """
-        # no half precision in sums over records, and autograd for samplers
+        # sums over records must not be in half precision, and samplers need autograd
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -213,10 +213,10 @@ class OnePosteriorSample:
     def _charge(self, event: DpEvent) -> None:
         label = f"one posterior sample ({type(self._certificate).__name__})"
         target = f"the target epsilon = {self._epsilon} at delta = {self._delta}: {_ANOTHER}"
-        with _charging:  # two draws at a time would each refuse the other
+        with _charging:  # without it, two simultaneous draws could both be refused
             if self._passes_target(event):
                 raise PrivacyBudgetExceeded(
-                    f"n draws cost n releases, and one more would exceed {target}"
+                    f"n draws cost n releases, and another draw would exceed {target}"
                 )
             self._accountant.compose(event, label=label)
             # other threads and processes may charge the same accountant in between
@@ -234,20 +234,20 @@ class OnePosteriorSample:
     # --- the tempering ----------------------------------------------------------------------------
 
     def _count(self, found: int) -> int | None:
-        """N, as the certificate takes it; ``found`` decides only where it is public."""
+        """N for the certificate: ``found`` if it is public, else the stated number."""
         stated = self._num_data
         if stated is not None and (found > stated or (self._is_count_public and found != stated)):
             shown = f"there are {found}" if self._is_count_public else "there are more records"
             raise ArgumentError(
-                f"num_data = {stated} was stated, but {shown}: pass the number, or under"
-                " add-or-remove-one an upper bound for every data set, without looking at the"
+                f"num_data = {stated} was stated, but {shown}: pass their number; under"
+                " add-or-remove-one an upper bound for every data set, chosen without the"
                 " data.",
                 code="num-data",
             )
         return found if self._is_count_public else stated
 
     def _setting(self, num_data: int | None = None) -> Setting:
-        """For so many records; None: the number that was stated, or that of the last draw."""
+        """The setting for ``num_data`` records. None: the stated number, or the last draw's."""
         if not self._needs_num_data:
             num_data = None
         elif num_data is None:
@@ -275,21 +275,21 @@ class OnePosteriorSample:
         def cost(tempering: float) -> float:
             try:
                 return costs(event(tempering))
-            # M grows with the tempering, and with it what a given step size and a given distance to
-            # the target allow
+            # M grows with the tempering: a given step size may then be too large, and a given
+            # distance to the target cost too much
             except (StepTooLarge, TooFar):
                 return math.inf
 
         found = largest_tempering(cost, self._epsilon)
         if found is None:
-            event(_LEAST_TEMPERING)  # raises if the certificate is what stopped it
+            event(_LEAST_TEMPERING)  # raises if the certificate is the reason
             raise ArgumentError(
                 f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after"
                 " earlier charges: use a larger epsilon, an empty accountant, or a certificate"
                 " with a smaller delta.",
                 code="budget-spent",
             )
-        with suppress(TooFar):  # raises if a step is what stopped it
+        with suppress(TooFar):  # raises if the step size limits the tempering
             event(min(1.0, found * (1 + 10 * _PRECISION)))
         return full._replace(tempering=found)
 
@@ -314,10 +314,11 @@ def _as_model(model: Any, count_is_public: bool) -> Model:
 
 
 def epsilon_with(accountant: PrivacyAccountant, delta: float) -> Callable[..., float]:
-    """ε at ``delta`` of what the accountant holds now and of given events, as it computes it.
+    """A function that returns ε at ``delta`` of the accountant's present charges and of further
+    events, by the accountant's method.
 
     Raises:
-        ArgumentError: the accountant promises its budget as a whole, and nothing below it.
+        ArgumentError: the accountant guarantees only its whole budget, and nothing below it.
     """
     if accountant.is_later_job or accountant.guarantee != "fixed":
         raise ArgumentError(
@@ -335,15 +336,15 @@ def epsilon_with(accountant: PrivacyAccountant, delta: float) -> Callable[..., f
     return epsilon
 
 
-@lru_cache(maxsize=64)  # before and after a charge the same is asked again
+@lru_cache(maxsize=64)  # the same ε is computed before and after a charge
 def _upper(counts: frozenset[tuple[Pair, int]], delta: float, method: Method) -> float:
     return (renyi if method == "rdp" else bounds).upper_epsilon(dict(counts), delta)
 
 
 def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float | None:
-    """The largest ρ in [1e-9, 1] at which ``cost(ρ)``, not falling and infinite where nothing is
-    certified, is at most ``epsilon``: to a relative precision of 1e-7 and never above. None: not
-    even the least is.
+    """The largest ρ in [1e-9, 1] with ``cost(ρ)`` ≤ ``epsilon``, to a relative precision of 1e-7,
+    and never a larger ρ. ``cost`` does not decrease, and is infinite if there is no certificate.
+    None: even ρ = 1e-9 costs too much.
     """
 
     def excess(minus_log: float) -> float:  # nearly linear, as ε is nearly proportional to ρ

@@ -1,6 +1,4 @@
-"""Pyro models as posteriors. What the records say is read by
-:class:`~torch_dpbayes.density.RecordDensity`.
-"""
+"""Pyro models as posteriors. Only :class:`~torch_dpbayes.density.RecordDensity` reads records."""
 
 from __future__ import annotations
 
@@ -18,24 +16,24 @@ from ..density.pyro_runs import using_pyro
 from ..errors import CertificateError
 from .models import Data, Density, Limits, Model, gradient_of
 
-# log likelihood of what cannot happen: finite, for a sampler may fail at infinity
+# log likelihood where the model cannot be evaluated: finite, because samplers may fail at infinity
 _IMPOSSIBLE = -1e30
-_ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
+_ROUNDING = 1e-6  # relative reduction of the clip bound, which covers rounding in float32
 
 
 class PyroModel(Model):
-    """A Pyro model with one data plate, over its continuous latents in unconstrained space. What is
-    kept between calls, and used again for arguments of the same shapes, is made without the data.
+    """A Pyro model with one data plate, over its continuous latents in unconstrained space. For
+    arguments of the same shapes, later calls reuse results that do not depend on the data.
     """
 
     def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
         self._model, self._count_is_public = model, count_is_public
         self._prior: Prior | None = None
-        self._read: dict[Any, RecordDensity] = {}  # without records; by what the model sees
+        self._read: dict[Any, RecordDensity] = {}  # without records, by properties of the arguments
         self._wants_unconstrained: str | None = None
 
     def require_unconstrained(self, certificate: str) -> None:
-        self._wants_unconstrained = certificate  # until the latents are known
+        self._wants_unconstrained = certificate  # checked when the latents are known
 
     def prepare(self, data: Data) -> Data:
         """The model on its data, after checks on synthetic rows of the data's shapes."""
@@ -46,7 +44,7 @@ class PyroModel(Model):
                 density = known.with_rows(arguments.take_rows(known.arguments.size))
             else:
                 density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
-                density.prior.sample()  # refuses, before the charge, one that no chain starts from
+                density.prior.sample()  # before the charge, refuse a prior that gives no start
         prior = density.prior
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
@@ -56,7 +54,7 @@ class PyroModel(Model):
                         " not: transform a real latent in the model, or use Bounded."
                     )
         self._prior = prior
-        if len(seen) == len(density.arguments.row_dims):  # all of them are data
+        if len(seen) == len(density.arguments.row_dims):  # all arguments are data
             self._read = {seen: density.with_rows([row[:0] for row in density.rows()])}
         return (density,)
 
@@ -64,18 +62,18 @@ class PyroModel(Model):
         return int(data[0].num_records)
 
     def target(self, data: Data, limits: Limits) -> Density:
-        """The target density and a start: a draw from the prior, by the operating system's
-        entropy.
+        """The target density, and a draw from the prior as the start. Its randomness comes from the
+        operating system.
         """
         density: RecordDensity = data[0]
         prior, (tempering, max_grad_norm, interval, lipschitz) = density.prior, limits
         max_norm = (1 - _ROUNDING) * max_grad_norm
-        reference: dict[str, tuple[Tensor, Tensor]] = {}  # the first point, and the terms there
+        reference: dict[str, tuple[Tensor, Tensor]] = {}  # the first point and its terms
 
         def likelihood(point: Tensor) -> tuple[float, Tensor]:
             terms = density.log_likelihoods(point).to(torch.float64)
             if interval is None:
-                # of terms as large as a record likes the sum would lose the digits of all others
+                # terms have no bound: with one large term, the sum would lose the others' digits
                 here, before = reference.setdefault("first", (point, terms))
                 reach = lipschitz * float(torch.linalg.vector_norm((point - here).double()))
                 value = clipped_ratio_sum(before, terms, reach)
@@ -90,10 +88,10 @@ class PyroModel(Model):
             value, slope = prior.log_density_and_gradient(point)
             try:
                 more, more_slope = likelihood(point)
-            except InvalidPoint:  # of synthetic rows: the prior alone leads back
+            except InvalidPoint:  # for synthetic rows, too: the prior alone leads back
                 more, more_slope = _IMPOSSIBLE, torch.zeros_like(slope)
             gradient = -(slope + tempering * more_slope).to(theta.dtype)
-            # the number, with a gradient that was computed elsewhere
+            # moved is 0, and has the computed gradient
             moved = gradient @ (theta - theta.detach())
             return moved - (value + tempering * more)
 
@@ -116,7 +114,7 @@ class PyroModel(Model):
 
 
 def _seen_of(data: Data) -> tuple[Any, ...]:
-    """What a model sees of tensors but for their values; () of other arguments."""
+    """Properties of tensors that a model can read, except values; () for other arguments."""
     if not all(type(t) is Tensor for t in data):
         return ()
     state = torch.get_default_dtype(), torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Multinomial logistic regression: its gradients are bounded without clipping."""
+"""Multinomial logistic regression, whose gradients are bounded without clipping."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Softmax(LinearModel):
         \nabla \ell_i = (p_i - e_{y_i}) x_i^\top, \qquad
         \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top
 
-    Features are clipped as a :class:`~torch_dpbayes.ops.GLM` clips them. A row with a value that is
-    not finite, or with a label that is no class, contributes exactly zero to any gradient. No
-    record can cause an error here: check labels before.
+    Features are clipped as in a :class:`~torch_dpbayes.ops.GLM`. A row with a value that is not
+    finite, or with an invalid label, contributes exactly zero to any gradient. No record can cause
+    an error: check labels before.
 
-    The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, because ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's
-    Lipschitz constant is at most ½R_x². Gradients are never clipped: clipped ones are not gradients
-    of a convex function.
+    The losses are convex. ‖∇ℓ_i‖ ≤ √2·R_x, because ‖p − e_y‖² ≤ 2(1 − p_y)². The gradient's
+    Lipschitz constant is at most ½R_x². Gradients are never clipped, because clipped gradients are
+    not gradients of a convex function.
 
     Args:
         num_classes: K, at least 2. For two classes a :class:`~torch_dpbayes.ops.GLM` needs half the
@@ -50,7 +50,7 @@ class Softmax(LinearModel):
         self, num_classes: int, prior_std: float = 1.0, max_feature_norm: float = 1.0
     ) -> None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
-            raise ArgumentError(f"num_classes must be a whole number from 2, got {num_classes!r}.")
+            raise ArgumentError(f"num_classes must be an integer, at least 2, got {num_classes!r}.")
         require_representable("prior_std", prior_std)
         super().__init__(prior_std, max_feature_norm)
         self._num_classes = num_classes
@@ -72,7 +72,7 @@ class Softmax(LinearModel):
         return float(self._prior_std)
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
-        """The constants above: √2·R_x, and ½R_x², the largest eigenvalue of a record's Hessian.
+        """The constants above: √2·R_x, and ½R_x², a bound on the eigenvalues of a record's Hessian.
 
         Raises:
             ValueError: ``max_grad_norm`` is below √2·R_x.
@@ -80,7 +80,7 @@ class Softmax(LinearModel):
         lipschitz = math.sqrt(2) * self.max_feature_norm
         if max_grad_norm < lipschitz:
             raise CertificateError(
-                f"gradients of {self!r} reach {lipschitz:g} but are never clipped: pass"
+                f"gradients of {self!r} have norms up to {lipschitz:g} and are not clipped: pass"
                 f" max_grad_norm={math.ceil(lipschitz * 100) / 100:g} to the certificate."
             )
         precision = float(self.prior_precision)
@@ -99,7 +99,7 @@ class Softmax(LinearModel):
         self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf
     ) -> SoftmaxRecords:
         x = self.features(features)
-        # a narrow type would wrap the number of classes that it is compared with
+        # a comparison in a narrow integer type would overflow at the number of classes
         y = targets.detach().to(x.device).long()
         is_class = (y >= 0) & (y < self._num_classes)
         x.masked_fill_(~is_class[:, None], 0.0)
@@ -114,7 +114,7 @@ class Softmax(LinearModel):
 
 @dataclass(eq=False)
 class SoftmaxRecords:
-    """Bounded records of a Softmax; a record's gradient is no longer than √2·R_x."""
+    """Bounded records of a Softmax. The norm of a record's gradient is at most √2·R_x."""
 
     x: Tensor  # [n, d]
     y: Tensor  # [n], classes
