@@ -37,8 +37,9 @@ REMEDIES = {
     "loss-number": "Read it after backward()",
     "loss-backward": "Call loss.backward() without arguments, on one loss",
     "loss-in-place": (
-        "Write y = f(x) instead; for label_smoothing_factor of Trainer use compute_loss_func="
-        " with F.cross_entropy(..., label_smoothing=)"
+        "Write y = f(x) instead; torchvision's transforms belong into the data set; for"
+        " label_smoothing_factor of Trainer use compute_loss_func= with F.cross_entropy(...,"
+        " label_smoothing=)"
     ),
     "loss-reduced": (
         "After the mean you may multiply a loss by fixed Python numbers and add losses (no"
