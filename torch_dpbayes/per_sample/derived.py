@@ -55,6 +55,10 @@ LOOKS = frozenset(
         *(Tensor.allclose, torch.allclose),
     )
 )
+TWICE = (
+    "backward() already ran for this batch, or a later batch was delivered: call backward() once"
+    " for each batch"
+)
 # They write into running statistics by way of a copy.
 _THROUGH_COPIES = (torch.instance_norm, torch.nn.functional.instance_norm)
 _READ = (
@@ -100,6 +104,8 @@ class Derived(Tensor):
                 raise LossError(_READ, code="loss-mixes")
             args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
             return func(*args, **(kwargs or {}))
+        if func is Tensor.backward and not args[0].requires_grad:
+            raise LossError(TWICE, code="loss-twice")
         if func is Tensor.__setitem__:  # torch reads a single index as a number
             _mark(args[0])
         is_seen = not any(map(_is_named_only, (*args, *(kwargs or {}).values())))

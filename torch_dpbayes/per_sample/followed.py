@@ -25,7 +25,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
 from ..noise import PrivateRandomness
-from .derived import Derived, as_plain, derived, for_numpy, for_ufunc, holds_records, rounded
+from .derived import (
+    TWICE,
+    Derived,
+    as_plain,
+    derived,
+    for_numpy,
+    for_ufunc,
+    holds_records,
+    rounded,
+)
 
 INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
@@ -167,11 +176,7 @@ class Followed(Tensor):
                         raise v._batch.refuse(_HIDDEN_WEIGHT, "loss-divisor", _WEIGHT_INSTEAD)
                     return v._batch.run(func, name, args, kwargs, leaves, spec, v._batch)
             if name in ("backward", "grad_fn"):
-                raise LossError(
-                    "backward() already ran for this batch, or a later batch was delivered: call"
-                    " backward() once for each batch",
-                    code="loss-twice",
-                )
+                raise LossError(TWICE, code="loss-twice")
             free = [v.free() if isinstance(v, Followed) else v for v in leaves]
         args, kwargs = unflatten(free, spec)
         return func(*args, **kwargs)
