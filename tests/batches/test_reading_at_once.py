@@ -225,7 +225,9 @@ def test_an_object_that_stands_in_a_list_twice_is_one_record():
     records = [(torch.rand(2), k % 2) for k in range(4)]
     twice = StackDataset(Subset(LEAF, [0, 0]), [1, 2])
     joined = ConcatDataset([records, records[:1]])
-    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, twice):
+    x = torch.rand(4, 2)
+    tables = ConcatDataset([TensorDataset(x), Subset(TensorDataset(x), [3])])
+    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, twice, tables):
         with refused("loader-repeats"):
             require_no_repeats(repeated)
     label = torch.ones(())

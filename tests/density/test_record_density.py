@@ -96,7 +96,7 @@ def two_hidden_coins(y):
     with pyro.plate("data", len(y)):
         first = pyro.sample("first", dist.Bernoulli(p))
         second = pyro.sample("second", dist.Bernoulli(0.65 * first + 0.1))
-        pyro.sample("obs", dist.Normal(2.0 * second, 1.0), obs=y)
+        pyro.sample("obs", dist.Normal(torch.Tensor([2.0]) * second, 1.0), obs=y)
 
 
 def several_dims_each_row(x):

@@ -134,6 +134,8 @@ def test_no_loader_over_private_records_is_taken_for_a_public_one(kind):
         with refused("data-private"):
             norms_of(net, DataLoader(of, batch_size=8))
     if kind is not list:
+        with refused("data-private"):
+            norms_of(net, DataLoader(TensorDataset(*(t[3:9] for t in data.tensors)), 3))
         for batch in (
             data.tensors,
             data[:],

@@ -281,6 +281,7 @@ def started_twice():
     kernel.setup(0, *Gaussian().args)
 
 
+KEPT = []
 OF_CLIP_BOUNDS = (5e-324, 1e-31, 0.0, 1e151, math.inf)
 X, BAD_MASS = torch.zeros(3), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
 ARGUMENTS = {  # values that a kernel does not take
@@ -310,6 +311,7 @@ RUNS = {  # and runs that do not begin
     "other parameters": lambda: statistics(lambda x: x, X),
     "numbers": lambda: statistics(lambda x: x.item(), X),
     "rows of records": lambda: statistics(lambda x: x[0], X),
+    "a record that is kept": lambda: statistics(lambda x: two(KEPT.append(x) or x), X),
     "another number": lambda: run(family(Gaussian(), num_data=5)),
     "no gradients": lambda: torch.inference_mode()(run)(hmc(Gaussian())),
     "starts": started_twice,

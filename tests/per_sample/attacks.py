@@ -172,6 +172,7 @@ COUNTS = {
     "iteration": lambda out, t: sum(1 for _ in t),
     "unbind": lambda out, t: len(t.unbind()),
     "split": lambda out, t: len(t.split(1)),
+    "strides": lambda out, t: out.T.contiguous().stride(0) + t.stride(0),
     "storage": lambda out, t: t.untyped_storage().size() // 4,
     "meta": lambda out, t: t.to("meta").shape[0],
     "what the shape makes": lambda out, t: len(torch.randn(t.shape)) + torch.zeros(t.shape).numel(),

@@ -238,6 +238,7 @@ add(
     "ones appended",
     lambda net, x, y: ce(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),
 )
+add("strides", lambda net, x, y: ce(net(x if x.stride(-1) == 1 else x.contiguous()), y))
 add("noise added", lambda net, x, y: ce(net(x + 0.1 * torch.randn_like(x)), y), draws=True)
 
 # losses of the model's own, and some of one record alone ------------------------------------------

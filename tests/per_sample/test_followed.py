@@ -142,6 +142,13 @@ def test_running_statistics_are_refused_before_backward_and_marked_afterwards():
     assert norm(a).isfinite().all() and holds_records(norm.running_mean)
 
 
+def test_a_second_loss_of_a_pass_is_refused_in_a_sentence():
+    net, _, _, _, x, y = batch()
+    F.cross_entropy(out := net(x), y).backward()
+    with refused("loss-twice"):
+        out.square().mean().backward()
+
+
 def test_a_metric_that_fails_says_why_after_backward():
     net, _, _, _, a, b = batch()
     out = net(a)

@@ -360,6 +360,7 @@ NOT_FILLED = {
     "empty_like": torch.empty_like,
     "empty_strided": lambda x: torch.empty_strided((3,), (1,)),
     "empty_permuted": lambda x: torch.empty_permuted((1, 3), (1, 0)),
+    "operator": lambda x: torch.ops.aten.empty.memory_format([3]),
     "new": lambda x: x.new(3),
     "new_empty": lambda x: x.new_empty(3),
     "new_empty_strided": lambda x: x.new_empty_strided((3,), (1,)),

@@ -205,7 +205,8 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
         if type(dataset) is list and isinstance((*dataset, 0)[0], tuple | list | dict | Tensor):
             yield list, np.array([id(dataset[i]) for i in at], dtype=np.int64)
         else:
-            yield id(dataset), at
+            parts = dataset.tensors if type(dataset) is TensorDataset else [dataset]
+            yield (*map(id, parts),), at
 
 
 def register_private(loader: DataLoader[Any]) -> None:
@@ -230,6 +231,7 @@ def reads_private_data(loader: Any) -> bool:
     if any(loader is private.dataset for private in _private_loaders):
         return True
     below = [getattr(loader, "dataset", None), *_parts(loader)]
+    below += loader.tensors if isinstance(loader, TensorDataset) else ()
     return any(reads_private_data(part) for part in below if part is not None)
 
 

@@ -88,9 +88,10 @@ class RecordStatistics:
 
     def _map(self, *rows: Tensor) -> Tensor:
         with torch.no_grad():
-            (found,) = RecordMap(len(rows[0]), is_random=False)(
-                lambda row: [self._statistics(*row)], list(rows)
-            )
+            records = RecordMap(len(rows[0]), is_random=False)
+            (found,) = records(lambda row: [self._statistics(*row)], list(rows))
+        if records.kept():
+            raise UnfitModel("the function stores a tensor of a record: return it instead.")
         if found.dim() > 2:
             raise ValueError("the statistics of a record must be a vector or one number")
         return found.reshape(len(rows[0]), -1)

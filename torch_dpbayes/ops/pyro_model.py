@@ -55,7 +55,8 @@ class PyroModel(Model):
                     )
         self._prior = prior
         if len(seen) == len(density.arguments.row_dims):  # all arguments are data
-            self._read = {seen: density.with_rows([row[:0] for row in density.rows()])}
+            none = [row.new_empty([0, *row.shape[1:]]) for row in density.rows()]
+            self._read = {seen: density.with_rows(none)}  # a slice would keep their memory
         return (density,)
 
     def num_records(self, data: Data) -> int:

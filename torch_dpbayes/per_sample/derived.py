@@ -53,6 +53,12 @@ LOOKS = frozenset(
         *(Tensor.allclose, torch.allclose),
     )
 )
+TWICE = (
+    "backward() already ran for this batch, or a later batch was delivered: call backward() once"
+    " for each batch"
+)
+# They write into running statistics by way of a copy.
+_THROUGH_COPIES = (torch.instance_norm, torch.nn.functional.instance_norm)
 _READ = (
     "torch reads a value of a batch as a number (torch.tensor([t]), torch.full(size, t),"
     " alpha=t), so its origin is lost. Write torch.stack([t, t]); use t.item() only to look at"
@@ -96,7 +102,12 @@ class Derived(Tensor):
                 raise LossError(_READ, code="loss-mixes")
             args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
             return func(*args, **(kwargs or {}))
+        if func is Tensor.backward and not args[0].requires_grad:
+            raise LossError(TWICE, code="loss-twice")
+        if func is Tensor.__setitem__:  # torch reads a single index as a number
+            _mark(args[0])
         is_seen = not any(map(_is_named_only, (*args, *(kwargs or {}).values())))
+        is_seen = is_seen and func not in _THROUGH_COPIES
         with DisableTorchFunctionSubclass(), nullcontext() if is_seen else _Seen():
             found = func(*args, **(kwargs or {}))
             _require_dense(found)

@@ -25,7 +25,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
 from ..noise import PrivateRandomness
-from .derived import Derived, as_plain, derived, for_numpy, for_ufunc, holds_records, rounded
+from .derived import (
+    TWICE,
+    Derived,
+    as_plain,
+    derived,
+    for_numpy,
+    for_ufunc,
+    holds_records,
+    rounded,
+)
 
 INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
@@ -37,8 +46,9 @@ REMEDIES = {
     "loss-number": "Read it after backward()",
     "loss-backward": "Call loss.backward() without arguments, on one loss",
     "loss-in-place": (
-        "Write y = f(x) instead; for label_smoothing_factor of Trainer use compute_loss_func="
-        " with F.cross_entropy(..., label_smoothing=)"
+        "Write y = f(x) instead; torchvision's transforms belong into the data set; for"
+        " label_smoothing_factor of Trainer use compute_loss_func= with F.cross_entropy(...,"
+        " label_smoothing=)"
     ),
     "loss-reduced": (
         "After the mean you may multiply a loss by fixed Python numbers and add losses (no"
@@ -166,11 +176,7 @@ class Followed(Tensor):
                         raise v._batch.refuse(_HIDDEN_WEIGHT, "loss-divisor", _WEIGHT_INSTEAD)
                     return v._batch.run(func, name, args, kwargs, leaves, spec, v._batch)
             if name in ("backward", "grad_fn"):
-                raise LossError(
-                    "backward() already ran for this batch, or a later batch was delivered: call"
-                    " backward() once for each batch",
-                    code="loss-twice",
-                )
+                raise LossError(TWICE, code="loss-twice")
             free = [v.free() if isinstance(v, Followed) else v for v in leaves]
         args, kwargs = unflatten(free, spec)
         return func(*args, **kwargs)

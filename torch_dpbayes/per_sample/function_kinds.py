@@ -35,7 +35,7 @@ METADATA = names(
     "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested",
     "is_quantized is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement",
     "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
-    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad requires_grad",
+    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad requires_grad stride",
 )
 NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
 # Functions that do not compute with the values.

@@ -453,8 +453,10 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 # addbmm_ resizes if the sum is larger
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
+# what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records
+_OF_CONSTANTS: Any = (torch.ops.aten.empty.memory_format, torch.ops.aten.lift_fresh_copy.default)
 _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
-_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided}
+_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _OF_CONSTANTS[0]}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
@@ -511,8 +513,7 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{name} with an index or a value from a record would write into other records: write"
             " torch.where(torch.arange(n) == index, value, x)"
         )
-    # before torch 2.14 torch.Tensor() calls empty under make_fx
-    if isinstance(func, _OPERATORS) and func is not torch.ops.aten.empty.memory_format:
+    if isinstance(func, _OPERATORS) and func not in _OF_CONSTANTS:
         raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
     if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
         raise CannotBeMapped(f"{name} is not a function of torch: it may mix records")
