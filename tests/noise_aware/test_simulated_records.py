@@ -116,7 +116,8 @@ def test_a_last_layer_is_found_and_has_the_prior_where_nothing_is_told():
     net[0].requires_grad_(False)
     x, y = torch.randn(400, 4), torch.randint(2, (400,))
     options = {"likelihood": "categorical", "prior_std": 3.0, "epsilon": 2.0, "delta": 1e-5}
-    found = posterior_for_module(net, x, y, num_simulated=1000, num_releases=2, **options)
+    column = y[:, None]  # counts as [n]
+    found = posterior_for_module(net, x, column, num_simulated=1000, num_releases=2, **options)
     assert set(found.mean) == {"2.weight", "2.bias"} and found.mean["2.weight"].shape == (2, 3)
     # what classes have in common is told by no record: the prior's deviation times √2
     both = found.sample(4000)["2.bias"].sum(1)

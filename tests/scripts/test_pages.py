@@ -148,7 +148,9 @@ def digits():
         "new_net": new_net,
         "train_set": train_set,
         "loader": DataLoader(train_set, batch_size=150, shuffle=True),
-        "public_loader": DataLoader(TensorDataset(torch.rand(100, 64), y[:100]), batch_size=50),
+        "public_loader": DataLoader(
+            TensorDataset(torch.rand(100, 64), y[:100].clone()), batch_size=50
+        ),
         "x_test": x[1500:],
         "y_test": y[1500:],
     }

@@ -11,10 +11,10 @@ an unknown level m and spread s, D = d(d+1)/2:
     + D \log s + \frac{d s^2}{4\tau_0^2} + \text{const}
 
 s = 0 means equal eigenvalues. The eigenvalues above the noise determine s, and s determines how
-small the eigenvalues below the noise may be. A point estimate, or a draw of the noise in Y, would
-give hidden directions the eigenvalues of the noise, and so information that records do not have.
-The logarithms have about a semicircle law with standard deviation s√(d/2). The prior of this
-deviation is half normal with the scale τ₀ = log 10, a decade.
+small the eigenvalues below the noise may be. A point estimate, or Y minus a draw of the noise,
+would have eigenvalues of the noise's size in hidden directions: information that records do not
+have. The log-eigenvalues have about a semicircle law with standard deviation s√(d/2). The prior of
+this standard deviation is half normal with the scale τ₀ = log 10, a decade.
 
 Near the eigenvectors U of Y the derivative of L ↦ e^L is diagonal, :math:`f_{ij} = (e^{l_i} -
 e^{l_j})/(l_i - l_j)` (Daleckii and Krein). So entries of UᵀLU have about the variances
@@ -48,8 +48,8 @@ _WARM_UP, _APART = 100, 10  # trajectories before the first draw, and between dr
 _LEAPFROG_STEPS = 8
 _ACCEPTANCE = 0.8  # target of the step size in the warm-up (Beskos et al. 2013: .65 to .8)
 _GRID = 200
-# chains up to this size: for two columns, one of them hidden by noise, the quick draws have three
-# times too much information
+# chains up to this size: quick draws overstate the information, threefold for two columns of which
+# noise hides one
 _FEW_COLUMNS = 50
 # fit of the eigenvalues of larger matrices: steps, simulations, the steepest power law at the start
 _FITTING_STEPS, _SIMULATED, _STEEPEST = 10, 4, 4.0
@@ -126,7 +126,7 @@ def covariance(
         x: ``[n, d]``, or ``[n, positions, d]``; each whole record is scaled down. A record with a
             number that is not finite counts as zero.
         accountant: charged before the release. The run that follows should use it, too.
-        noise_multiplier: z. 10 costs a hundredth of a run at μ = 1.
+        noise_multiplier: z. 10 is 1/10-GDP: 1 % of the μ² of a run with μ = 1.
         max_feature_norm: R, a public number. Records with a larger norm are scaled down to it.
 
     Raises:
@@ -242,8 +242,8 @@ def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
     Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
     Uᵀ diag(c) U, where U are the eigenvectors of diag(c) + E, given that diag(c) + E has the
     eigenvalues y of Y. Many columns nearly determine c (:func:`_spectrum`), and simulated
-    eigenvalues are near y. Each direction is corrected by the share of its difference that is not
-    noise. The rest moves all directions equally, so that the trace is right.
+    eigenvalues are near y. Each diagonal entry moves by the part of y − (its simulated eigenvalue)
+    that is not noise. The remaining differences are spread equally, so that the trace is right.
     """
     size = len(released)
     if size <= _FEW_COLUMNS:

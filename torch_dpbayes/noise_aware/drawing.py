@@ -1,15 +1,15 @@
 r"""Draws from a posterior density, by importance weights or Hamiltonian chains.
 
-Draws of the likelihood's Gaussians at the mode get Pareto-smoothed importance weights. Chains are
-used instead in three cases: the prior is hierarchical; the θ that give the same records lie on a
-curve (``mu + tau * z``: draws around one point of the curve have light weights, and miss the rest);
-or the weights are unreliable.
+Draws of Gaussians that approximate the posterior at its modes get Pareto-smoothed importance
+weights. Chains are used instead in three cases: the prior is hierarchical; the weights are
+unreliable; or parameters with the same likelihood lie on a curve, as for ``mu + tau * z``. Draws
+around one point of a curve miss the rest, and their weights do not show it.
 Trajectories follow an approximation, the prior times the likelihood's Gaussians, whose gradient
-needs no simulated records. Chains start at draws of the prior, while the likelihood's power grows
-to 1. Their draws are then weighted as above. If these weights are unreliable, too, trajectories are
-accepted by the posterior itself, which is invariant whatever the trajectories follow. Chains that
-do not mix in the approximation end: they would not mix in the posterior, where each sweep computes
-a likelihood.
+needs no simulated records. Chains start at draws of the prior. Then the power of the likelihood
+grows to 1. Their draws are weighted as above. If these weights are unreliable, too, trajectories
+are accepted by the posterior itself, which stays invariant whichever gradient they follow. If the
+chains do not mix in the approximation, they stop here: they would not mix in the posterior, where
+each sweep computes a likelihood.
 
 Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling"; Del
 Moral, Doucet and Jasra (2006), "Sequential Monte Carlo samplers"; Neal (2011), "MCMC using
@@ -37,12 +37,12 @@ from .likelihood import Likelihood, Moves, ridged
 LARGEST_PARETO_K = 0.7  # importance draws with a larger k are unreliable (Vehtari et al.)
 LEAST_EFFECTIVE = 100.0  # independent draws: the error of a mean is a tenth of a deviation
 LARGEST_R_HAT = 1.2  # above, the effective sample size is wrong, too
-# squared coefficient of variation of weights: below, the tail that k̂ describes has no weight
+# below this squared coefficient of variation, weights are nearly equal and k̂ does not matter
 _HARMLESS_SPREAD = 0.05
 _CHAINS, _KEPT = 64, 32  # parallel chains; draws of each
 _WARM_UP, _SWEEPS_OF_A_POWER = 60, 3
 _MOST_APART = (16, 4)  # sweeps between draws; the second if each sweep computes a likelihood
-# steps are stable up to the length 2, which is 8 times this one; half a period is π
+# a step is stable up to the length 2; a trajectory is at most 8 * 0.25 = 2 long, half a period is π
 _LEAPFROG_STEPS, _LONGEST_STEP = 8, 0.25
 # targets of the step size: for trajectories that follow the density that accepts them (Beskos et
 # al. 2013: .65 to .8); for others, which are random walks in the difference (Roberts et al. 1997)
@@ -91,7 +91,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def seconds_of_chains(latents: Latents, moves: Moves | None) -> float:
-    """Approximate seconds, mostly for gradients: of the prior and, if given, of ``moves``."""
+    """Approximate seconds of chains, mostly for gradients of the prior and of ``moves``."""
     frame = NonCentred(latents.prior, latents.median, 0 * latents.median)
     xi = frame.prior.samples(_CHAINS).to("cpu", torch.float64).requires_grad_()
 

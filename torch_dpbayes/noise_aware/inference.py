@@ -185,8 +185,8 @@ def posterior_for_module(
     Args:
         module: its only trainable parameters are those of a ``torch.nn.Linear``, the last layer.
         inputs: floats with the records along dimension 0.
-        targets: ``[n]``: labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``; ``[n, K]`` for
-            K > 2 means.
+        targets: ``[n]`` or a column ``[n, 1]``: labels for ``"categorical"``, 0 and 1 for
+            ``"bernoulli"``; ``[n, K]`` for K > 2 means.
         likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
             ``"normal"`` (a mean, or K > 2 means, with variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
@@ -202,6 +202,8 @@ def posterior_for_module(
     """
     with using_pyro, torch.no_grad():
         layer = LastLayer(module, likelihood, prior_std)
+        if isinstance(targets, Tensor) and targets.dim() == 2 and targets.shape[1] == 1:
+            targets = targets[:, 0]
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
         is_known = likelihood == "categorical" or layer.linear.out_features != 2

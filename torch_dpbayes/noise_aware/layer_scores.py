@@ -1,8 +1,10 @@
-r"""Clipped scores of a linear layer, for labels, and for numbers with noise of variance 1.
+r"""Clipped scores (gradients of the log-likelihood) of a linear layer, for labels, and for numbers
+with noise of variance 1.
 
 A target t ``[K]`` has the mean μ given the outputs Wx: p = softmax(Wx) for a label t = e_y, and Wx
-for numbers. A release at W_j scales scores by :math:`s_j = \min(1/C_j, 1/(\|t - \mu_j\|
-\|Ax\|))`, and its law needs :math:`q_j = E[s_j (t - \mu_j) | x, W]`. For a label this is
+for numbers. Release j, at the weights W_j with clip bound C_j, scales scores by :math:`s_j =
+\min(1/C_j, 1/(\|t - \mu_j\| \|Ax\|))`, where A whitens the features. The law of its sum needs
+:math:`q_j = E[s_j (t - \mu_j) | x, W]`. For a label this is
 
 .. math:: q_j = p \circ s_j - \langle p, s_j \rangle p_j,
 
@@ -36,8 +38,8 @@ _LARGEST = 1e100  # largest private target: its square is finite
 
 
 class LabelScores:
-    """Scores of labels with a softmax, for features with norms ‖Ax‖ ``[M]``. Features are along the
-    last dimension everywhere.
+    """Scores of labels with a softmax, for M feature vectors x with norms ‖Ax‖ ``[M]``. The last
+    dimension is always M.
 
     Attributes:
         own: μ_j at the points of releases, ``[J, K, M]``.
@@ -122,7 +124,8 @@ class NumberScores(LabelScores):
         if not isinstance(targets, Tensor) or targets.is_complex():
             raise ArgumentTypeError("targets must be a tensor of numbers.")
         if list(targets.shape[1:]) != shape or not targets.dim():
-            raise ArgumentError(f"targets must have the shape {['n', *shape]}, as the outputs do.")
+            shown = ", ".join(["n", *map(str, shape)])
+            raise ArgumentError(f"targets must have the shape [{shown}].")
         return targets.detach().cpu().double().reshape(len(targets), num_outputs)
 
     @staticmethod

@@ -22,14 +22,16 @@ _ROUNDING = 1e-6  # relative reduction of the clip bound, which covers rounding 
 
 
 class PyroModel(Model):
-    """A Pyro model with one data plate, over its continuous latents in unconstrained space. For
+    """The posterior of a Pyro model's continuous latents, in unconstrained space. For
     arguments of the same shapes, later calls reuse results that do not depend on the data.
     """
 
     def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
         self._model, self._count_is_public = model, count_is_public
         self._prior: Prior | None = None
-        self._read: dict[Any, RecordDensity] = {}  # without records, by properties of the arguments
+        self._read: dict[
+            Any, RecordDensity
+        ] = {}  # densities without records
         self._wants_unconstrained: str | None = None
 
     def require_unconstrained(self, certificate: str) -> None:
@@ -50,8 +52,8 @@ class PyroModel(Model):
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
                     raise CertificateError(
-                        f"{self._wants_unconstrained} needs latents on all of R, and {name!r} is"
-                        " not: transform a real latent in the model, or use Bounded."
+                        f"{self._wants_unconstrained} needs latents without constraints, but"
+                        f" {name!r} has one: transform a real latent in the model, or use Bounded."
                     )
         self._prior = prior
         if len(seen) == len(density.arguments.row_dims):  # all arguments are data
@@ -89,7 +91,7 @@ class PyroModel(Model):
             value, slope = prior.log_density_and_gradient(point)
             try:
                 more, more_slope = likelihood(point)
-            except InvalidPoint:  # for synthetic rows, too: the prior alone leads back
+            except InvalidPoint:  # also for synthetic rows: the prior alone drives the chain back
                 more, more_slope = _IMPOSSIBLE, torch.zeros_like(slope)
             gradient = -(slope + tempering * more_slope).to(theta.dtype)
             # moved is 0, and has the computed gradient

@@ -82,7 +82,7 @@ class Chain:
         require_same_buffers(model, self._buffers)
 
         self._num_collected += 1
-        # calls with a sample have the places 0, 1, ...; the last ones are kept
+        # due calls have the places 0, 1, ...; without burn_in the first half is dropped
         place = number // self.thin
         if self.burn_in is None:
             half = (place + 1) // 2
