@@ -195,7 +195,6 @@ BAD_VALUES = {
     "likelihood": of_layer(NET, X, Y, "poisson"),
     "prior_std": of_layer(NET, X, Y, prior_std=math.inf),
     "option of a large layer": of_large_layer(SOFTMAX, X, LABELS, public=[0]),
-    "a column of targets": of_wide_layer(1, Y[:, None]),
     "fewer columns of targets": of_wide_layer(3, X),
     "one target": of_wide_layer(1, Y[0]),
     "fewer labels": of_large_layer(SOFTMAX, X, LABELS[1:]),

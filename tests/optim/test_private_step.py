@@ -300,7 +300,7 @@ def test_state_dict_round_trip():
     assert len(fresh.accountant) == 4
     net, behind, loader = private(noise_multiplier=2.0)
     train(net, behind, loader, 1)
-    with pytest.raises(ValueError, match="does not know"):
+    with pytest.raises(ValueError, match="does not contain the charges"):
         behind.load_state_dict(state)
     with pytest.raises(TypeError, match="state_dict"):
         torch.save(optimizer, io.BytesIO())
