@@ -182,7 +182,8 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
     for reverse in pairs.directions(levels):
         if not math.isnan(worst):
             most = pairs.largest_added_sum(levels) * (1 + 1e-12)
-            if most <= (worst if epsilon is None else epsilon):
+            least = worst if epsilon is None else epsilon
+            if least == 0 or most <= least:  # at 0 delta is the total variation: both have the same
                 continue
             if is_cut and by_cut(worst, True) < worst:
                 continue
@@ -212,7 +213,7 @@ def _of_added(levels: Mapping[Pair, int]) -> tuple[Mapping[Pair, int], bool]:
     """
     most = pairs.largest_added_sum(levels) * (1 + 1e-12)
     sampled = {pair: n for pair, n in levels.items() if isinstance(pair, pairs.Sampled)}
-    if len(sampled) < len(levels) or most > _RARE:
+    if not len(sampled) == len(levels) <= pairs.EXACT_LEVELS or most > _RARE:
         return levels, True
     return {pairs.Capped(pair, most, reverse=True): n for pair, n in sampled.items()}, False
 
