@@ -236,6 +236,18 @@ def test_mixtures_stand_for_many_rare_releases_in_both_directions(monkeypatch):
     assert len(masses) < number
 
 
+@pytest.mark.slow
+def test_few_large_losses_do_not_decide_the_grid_of_many():
+    """They make the moments large; epsilon was .6 % high."""
+    share = np.arange(600) / 600
+    rates, noises = 4e-5 * 50 ** ((np.arange(600) * 0.618) % 1), 0.86 * 22**share
+    levels = {
+        Sampled("directed", q, z): 7 for q, z in zip(rates.tolist(), noises.tolist(), strict=True)
+    }
+    truth = compose(levels, False, delta=1e-5, mixed=False, accuracy=1e-5).upper_epsilon(1e-5)
+    assert truth * (1 - 3e-4) <= bounds.upper_epsilon(levels, 1e-5) <= truth * (1 + 4e-3)
+
+
 @pytest.mark.parametrize("delta", [1e-6, 1e-4, 2e-4])
 def test_losses_far_below_0_leave_the_sum_below_0(delta):
     """Where a record was added, and few releases can raise the loss by their rates only."""

@@ -66,6 +66,8 @@ _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # of epsilon, that a cell of the grid may be wide
 _VANISHING = 1e-3  # relative excess that is aimed at where epsilon is far below the losses
 _FINER = 8.0  # ratio of the grids that are tried for it
+_MANY = 1500  # different releases, for which a finer grid of mixtures is worth its time
+_OF_MANY = 3e-3  # relative excess of the grid of many releases, from which on a finer one is taken
 _RARE = 0.01  # rates of all releases together
 _CUT, _LARGEST_CUT = 0.25, 64.0  # of epsilon
 _THREE = 1e-4  # of delta, that three losses above the cut may have
@@ -198,6 +200,13 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         if found > 0 and fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             again, fine = ask(reverse)
             found = min(found, again)
+        if delta is not None and len(levels) > pairs.EXACT_LEVELS and 0 < found < math.inf:
+            # few large losses may have misled the choice of the grid
+            if (excess := fine.excess_of_grid(found)) > _OF_MANY:
+                fineness = math.sqrt(3 * excess / _OF_MANY)
+                accuracy = ACCURACY / (2 if len(levels) > _MANY else 1)
+                again, fine = ask(reverse, accuracy=accuracy, fineness=fineness)
+                found = min(found, again)
         if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon
                 found = _vanishing_epsilon(levels, delta, found, reverse)

@@ -130,8 +130,8 @@ def choose_window(
     fineness: float = 1.0,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``; if it ``grows``, at both,
-    for some times as many such releases. At an epsilon below most losses cells are ``fineness``
-    times as narrow as there usually.
+    for some times as many such releases. At an epsilon below most losses, and where mixtures stand
+    for many releases, cells are ``fineness`` times as narrow as there usually.
     """
     asked, asked_log_delta = epsilon, log_delta
     if grows:
@@ -173,7 +173,9 @@ def choose_window(
         wanted = min(wanted, _CELL * scale)
     # At small epsilons, where most of the mass may lie, delta is off by n (h / s)^2 / 8 of it, with
     # s the spread: of_grid.
-    if not sampled:
+    if sampled:
+        wanted /= fineness
+    else:
         spread = losses.spread() / math.sqrt(total)  # of a step
         if (epsilon if asked is None else asked) < total * spread:
             wanted = min(wanted, _OF_LOSS * spread) / fineness
