@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 from support.examples import examples
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, events
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    bounds,
+    events,
+    fft_composition,
+)
 from torch_dpbayes.accounting.bounds import epsilon_by_cut
 from torch_dpbayes.accounting.dominating_pairs import Gaussian, Mixed, Pure, Sampled, directions
 from torch_dpbayes.accounting.fft_composition import compose
@@ -197,6 +203,49 @@ def test_large_losses_of_what_is_its_own_reverse_count_where_a_record_was_added(
     fine = compose(levels, True, delta=1e-9, accuracy=1e-5)
     found = epsilon_by_cut(levels, 1e-9, one.upper_epsilon(1e-9), reverse=True)
     assert found >= fine.lower_epsilon(1e-9) > 3.0
+
+
+def calls_of(monkeypatch, module, name):
+    """The arguments of each call, from now on."""
+    original, calls = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda *a, **k: calls.append(a) or original(*a, **k))
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore::scipy.integrate.IntegrationWarning")
+def test_where_epsilon_is_0_one_direction_tells(monkeypatch):
+    """At 0 delta is the total variation, which an added and a removed record share."""
+    rate, noise = 1e-6, 1.0
+    levels = {Sampled("directed", rate, noise): 2}
+    for reverse in (False, True):
+        at_0 = compose(levels, reverse, epsilon=0.0).upper_delta(0.0)
+        assert at_0 == pytest.approx(two_releases(rate, noise, 0.0), rel=1e-2)
+    delta = 1.02 * two_releases(rate, noise, 0.0)
+    assert delta < advantage_sum(levels)
+    composed = calls_of(monkeypatch, bounds, "compose")
+    assert bounds.upper_epsilon(levels, delta) == 0
+    assert [reverse for _, reverse in composed] == [False]
+    assert 0 < bounds.upper_epsilon(levels, delta / 1.05)
+
+
+def test_mixtures_stand_for_many_rare_releases_in_both_directions(monkeypatch):
+    number = 600
+    levels = {Sampled("directed", 1e-8 * 100 ** (i / number), 1.0): 1 for i in range(number)}
+    masses = calls_of(monkeypatch, fft_composition, "grid_masses")
+    assert 0 < bounds.upper_epsilon(levels, 0.3 * number**-0.5 * advantage_sum(levels))
+    assert len(masses) < number
+
+
+@pytest.mark.slow
+def test_few_large_losses_do_not_decide_the_grid_of_many():
+    """They make the moments large; epsilon was .6 % high."""
+    share = np.arange(600) / 600
+    rates, noises = 4e-5 * 50 ** ((np.arange(600) * 0.618) % 1), 0.86 * 22**share
+    levels = {
+        Sampled("directed", q, z): 7 for q, z in zip(rates.tolist(), noises.tolist(), strict=True)
+    }
+    truth = compose(levels, False, delta=1e-5, mixed=False, accuracy=1e-5).upper_epsilon(1e-5)
+    assert truth * (1 - 3e-4) <= bounds.upper_epsilon(levels, 1e-5) <= truth * (1 + 4e-3)
 
 
 @pytest.mark.parametrize("delta", [1e-6, 1e-4, 2e-4])

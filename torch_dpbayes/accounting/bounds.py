@@ -66,6 +66,8 @@ _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # largest width of a cell, relative to epsilon
 _VANISHING = 1e-3  # target for the relative excess if epsilon is far below the losses
 _FINER = 8.0  # ratio of consecutive grids that are tried for it
+_MANY = 1500  # more different releases than this may get a finer grid of mixtures
+_OF_MANY = 3e-3  # above this relative excess of the grid they get it
 _RARE = 0.01  # largest sum of added losses, about the sum of all rates
 _CUT, _LARGEST_CUT = 0.25, 64.0  # first and largest tried cut, relative to epsilon
 _THREE = 1e-4  # largest share of delta for three losses above the cut
@@ -182,7 +184,8 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
     for reverse in pairs.directions(levels):
         if not math.isnan(worst):
             most = pairs.largest_added_sum(levels) * (1 + 1e-12)
-            if most <= (worst if epsilon is None else epsilon):
+            least = worst if epsilon is None else epsilon
+            if least == 0 or most <= least:  # at 0 delta is the total variation: both have the same
                 continue
             if is_cut and by_cut(worst, True) < worst:
                 continue
@@ -197,6 +200,13 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         if found > 0 and fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             again, fine = ask(reverse)
             found = min(found, again)
+        if delta is not None and len(levels) > pairs.EXACT_LEVELS and 0 < found < math.inf:
+            # few large losses may have misled the choice of the grid
+            if (excess := fine.excess_of_grid(found)) > _OF_MANY:
+                fineness = math.sqrt(3 * excess / _OF_MANY)
+                accuracy = ACCURACY / (2 if len(levels) > _MANY else 1)
+                again, fine = ask(reverse, accuracy=accuracy, fineness=fineness)
+                found = min(found, again)
         if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon
                 found = _vanishing_epsilon(levels, delta, found, reverse)
@@ -212,7 +222,7 @@ def _of_added(levels: Mapping[Pair, int]) -> tuple[Mapping[Pair, int], bool]:
     """
     most = pairs.largest_added_sum(levels) * (1 + 1e-12)
     sampled = {pair: n for pair, n in levels.items() if isinstance(pair, pairs.Sampled)}
-    if len(sampled) < len(levels) or most > _RARE:
+    if not len(sampled) == len(levels) <= pairs.EXACT_LEVELS or most > _RARE:
         return levels, True
     return {pairs.Capped(pair, most, reverse=True): n for pair, n in sampled.items()}, False
 

@@ -368,6 +368,14 @@ class Composition:
         error = np.full(self._size, self.round_off)
         return self._share_above(error, epsilon) / max(self.upper_delta(epsilon), 1e-300)
 
+    def excess_of_grid(self, epsilon: float) -> float:
+        """About the relative excess of ``epsilon``: log(delta) falls by s there, and each rounding
+        raises it by at most s (1 + s) h^2 / 12 on average.
+        """
+        near, far = (max(self.upper_delta(at * epsilon), 1e-300) for at in (1.0, 1.01))
+        fall = math.log(near / far) / (0.01 * epsilon)
+        return self.transform.count * (1 + fall) * self.interval**2 / (12 * epsilon)
+
     def lower_epsilon(self, delta: float) -> float:
         count = self.transform.count
         # probability that the discretisation moves the loss by more than ``shift``
@@ -417,7 +425,8 @@ def compose(
         mixed: whether mixtures may replace many different levels (only for upper bounds).
         is_pilot: a very wide window gets a coarse grid, because another composition may follow.
         finest: the smallest interval.
-        fineness: the factor by which cells are narrower at an epsilon below most losses.
+        fineness: the factor by which cells are narrower at an epsilon below most losses, or for
+            many releases.
     """
     _require_near(levels)
     total, grows = sum(levels.values()), delta is not None and epsilon is not None

@@ -131,7 +131,7 @@ def choose_window(
 ) -> Window:
     """The window for a result near ``epsilon``, or near ``log_delta``. If the composition
     ``grows``, the window is for both, and for several times as many releases. At an epsilon below
-    most losses cells are narrower by the factor ``fineness``.
+    most losses, and if mixtures stand for many releases, cells are narrower by ``fineness``.
     """
     asked, asked_log_delta = epsilon, log_delta
     if grows:
@@ -173,7 +173,9 @@ def choose_window(
         wanted = min(wanted, _CELL * scale)
     # At small epsilons, where most of the mass may be, the relative error of delta is n (h / s)^2 /
     # 8, with s the spread: see of_grid.
-    if not sampled:
+    if sampled:
+        wanted /= fineness
+    else:
         spread = losses.spread() / math.sqrt(total)  # of a step
         if (epsilon if asked is None else asked) < total * spread:
             wanted = min(wanted, _OF_LOSS * spread) / fineness

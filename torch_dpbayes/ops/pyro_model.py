@@ -29,9 +29,7 @@ class PyroModel(Model):
     def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
         self._model, self._count_is_public = model, count_is_public
         self._prior: Prior | None = None
-        self._read: dict[
-            Any, RecordDensity
-        ] = {}  # densities without records
+        self._read: dict[Any, RecordDensity] = {}  # densities without records
         self._wants_unconstrained: str | None = None
 
     def require_unconstrained(self, certificate: str) -> None:
