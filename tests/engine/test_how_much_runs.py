@@ -33,7 +33,8 @@ def run_by(call):
     finally:
         sys.setprofile(before)
         gc.enable()
-    ours = {(f, q) for f, q in seen if Path(f).is_relative_to(ROOT)}
+    # without comprehensions, some of which run only if another test left a mode of torch
+    ours = {(f, q) for f, q in seen if Path(f).is_relative_to(ROOT) and "comp>" not in q}
     return result, len(ours), len({f for f, _ in ours}), calls
 
 
@@ -46,13 +47,13 @@ def make():
 def test_what_a_reader_has_to_read_is_little():
     net, optimizer, loader = make()  # imports, and what is worked out once
     _, functions, files, _ = run_by(make)
-    assert functions <= 267 and files <= 31
+    assert functions <= 232 and files <= 31
     for _ in range(3):  # the first charge is worked out, equal ones are counted
         x, y = next(iter(loader))
         out, *_, calls = run_by(partial(net, x))
         nn.functional.cross_entropy(out, y).backward()
         _, functions, files, of_step = run_by(optimizer.step)
-    assert functions <= 43 and files <= 14
+    assert functions <= 42 and files <= 14
     # of torch and of Python, too; 101 and 78 mostly
     assert calls <= 106 and of_step <= 82
 
