@@ -226,7 +226,8 @@ class Chain(NamedTuple):
         os.register_at_fork(after_in_child=self.pipe.close)
         pyro.set_rng_seed(self.seed)
         torch.set_default_dtype(self.defaults[0])
-        torch.set_default_device(self.defaults[1])
+        if torch.get_default_device() != self.defaults[1]:  # torch's mode makes all calls slower
+            torch.set_default_device(self.defaults[1])
         kernel.start_at(self.start)
 
         def after_an_iteration(kernel: PrivateKernel, *what: Any) -> None:
