@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import integrate, optimize
+from scipy import integrate, optimize, stats
 from support.examples import examples
 
 from torch_dpbayes.accounting import (
@@ -19,7 +19,14 @@ from torch_dpbayes.accounting import (
     fft_composition,
 )
 from torch_dpbayes.accounting.bounds import epsilon_by_cut
-from torch_dpbayes.accounting.dominating_pairs import Gaussian, Mixed, Pure, Sampled, directions
+from torch_dpbayes.accounting.dominating_pairs import (
+    Capped,
+    Gaussian,
+    Mixed,
+    Pure,
+    Sampled,
+    directions,
+)
 from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.gdp import (
     advantage_sum,
@@ -27,6 +34,7 @@ from torch_dpbayes.accounting.gdp import (
     gaussian_epsilon,
     sampled_epsilon,
 )
+from torch_dpbayes.accounting.privacy_loss import loss_nodes
 
 mpmath.mp.dps = 50
 
@@ -401,3 +409,20 @@ def test_laplace_noise_that_hides_nothing_has_a_large_epsilon(noise, method):
     accountant.summary()
     with pytest.raises(PrivacyBudgetExceeded):
         PrivacyAccountant(1.0, 1e-5, method=method).compose(events.LaplaceDpEvent(noise))
+
+
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_losses_below_a_cap_keep_their_mass(kind):
+    q, z, most = 0.02, 0.5, 0.03
+    found = loss_nodes(Capped(Sampled(kind, q, z), most, reverse=kind == "directed"), 1e-12)
+    mass = 1.0  # of losses up to the cap; those of the reverse are at most -log(1 - q)
+    if kind == "antipodal":
+
+        def above_cap(x):
+            up, down = (1 - q + q * math.exp((2 * s * x - 1) / (2 * z**2)) for s in (1, -1))
+            return math.log(up / down) - most
+
+        x = optimize.brentq(above_cap, 0, 3)
+        mass = (1 - q) * stats.norm.cdf(x / z) + q * stats.norm.cdf((x - 1) / z)
+    assert found.masses.sum() == pytest.approx(mass, rel=1e-6)
+    assert found.masses[found.losses > -most].sum() < 0.99 * mass
