@@ -91,8 +91,9 @@ def test_a_model_is_read_once_for_arguments_of_the_same_shapes(monkeypatch):
 def test_public_arguments_are_seen_anew_by_each_draw(monkeypatch):
     monkeypatch.setattr(pyro_model, "RecordDensity", RecordDensity)
     model, y = PyroModel(shifted), torch.zeros(9, dtype=torch.float64)
-    for shift in (0.0, 2.0):
-        for by in (shift, torch.tensor(shift)):
+    for kind in (float, torch.tensor):  # one after another: only the last call is kept
+        for shift in (0.0, 2.0):
+            by = kind(shift)
             (density,) = model.prepare((y, by))
             terms = density.log_likelihoods(torch.zeros(1, dtype=torch.float64))
             assert float(terms[0]) == pytest.approx(-shift - math.log(2))
