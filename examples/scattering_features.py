@@ -188,6 +188,7 @@ def main() -> None:
 
     pictures, y, test_pictures, y_test = load(options.dataset, options.data_root)
     x, x_test = (features(part, settings) for part in (pictures, test_pictures))
+    figures: dict[str, list[tuple[float, ...]]] = {}
     for _ in range(options.runs):
         begun = time.process_time()
         accountant = dpb.PrivacyAccountant(options.epsilon, DELTA)
@@ -207,14 +208,20 @@ def main() -> None:
             }
         for name, p in found.items():
             sure = torch.special.entr(p).sum(1).argsort()[: int(0.9 * len(p))]
-            print(
-                f"{name:18} accuracy {metrics.accuracy(p, y_test):.4f}"
-                f"  NLL {metrics.negative_log_likelihood(p, y_test):.4f}"
-                f"  ECE {metrics.expected_calibration_error(p, y_test):.4f}"
-                f"  surest 90 % {metrics.accuracy(p[sure], y_test[sure]):.4f}",
-                flush=True,
+            measured = (
+                100 * metrics.accuracy(p, y_test),
+                metrics.negative_log_likelihood(p, y_test),
+                metrics.expected_calibration_error(p, y_test),
+                100 * metrics.accuracy(p[sure], y_test[sure]),
             )
+            figures.setdefault(name, []).append(measured)
         print(f"epsilon {accountant.get_epsilon(DELTA):.3f}, {seconds:.0f} s of a processor")
+    print("\n| data, ε | predictor | accuracy, % | NLL | ECE | accuracy on the surest 90 %, % |")
+    print("|---" * 6 + "|")
+    for name, runs in figures.items():
+        accuracy, nll, ece, sure = torch.tensor(runs).mean(0).tolist()
+        cells = f"{accuracy:.2f} | {nll:.4f} | {ece:.4f} | {sure:.2f}"
+        print(f"| {options.dataset}, {options.epsilon:g} | {name} | {cells} |")
     if options.plot is not None:
         picture(found["posterior average"], y_test, options)
 

@@ -207,11 +207,11 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if options.only is None:
-        print("| stated ε | gaussian | independent |\n|---|---|---|")
+        print('| stated ε | `bound="gaussian"` | `bound="independent"` |\n|---|---|---|')
         for epsilon in (8.0, 2.0):
             found = [median_bound(kind, epsilon, np.random.default_rng()) for kind in BOUNDS]
             print(f"| {epsilon:g} | {found[0]:.2f} | {found[1]:.2f} |", flush=True)
-    print("| fault | runs | refuted, gaussian | refuted, independent | seconds a run |")
+    print("| fault | runs | refuted, `gaussian` | refuted, `independent` | seconds a run |")
     print("|---" * 5 + "|")
     for name in FAULTS if options.only is None else [options.only]:
         repeats = options.sound if name.startswith("none") else options.repeats

@@ -38,13 +38,13 @@ Case = tuple[str, float, float, int, str, float]
 # name, noise multiplier, sampling rate, steps, neighbouring relation, reference epsilon (theory:
 # extrapolated PLD)
 HOMOGENEOUS: list[Case] = [
-    ("z=1 q=.01 n=1e4", 1.0, 0.01, 10_000, "add_or_remove_one", 6.18771),
-    ("z=.8 q=.004 n=1e5", 0.8, 0.004, 100_000, "add_or_remove_one", 13.07032),
-    ("z=4 q=1 n=1e4", 4.0, 1.0, 10_000, "add_or_remove_one", 418.1993),
-    ("z=20 q=.0055 n=3.3e4", 20.0, 0.0055, 33_000, "add_or_remove_one", 0.16007),
-    ("z=1 q=.01 n=1e4, replace", 1.0, 0.01, 10_000, "replace_one", 10.881),
-    ("z=.8 q=.004 n=1e5, replace", 0.8, 0.004, 100_000, "replace_one", 22.414),
-    ("z=4 q=1 n=1e4, replace", 4.0, 1.0, 10_000, "replace_one", 1462.285),
+    ("z = 1, q = .01, 10⁴ steps", 1.0, 0.01, 10_000, "add_or_remove_one", 6.1877124),
+    ("z = .8, q = .004, 10⁵ steps", 0.8, 0.004, 100_000, "add_or_remove_one", 13.0703166),
+    ("z = 4, full batch, 10⁴ steps", 4.0, 1.0, 10_000, "add_or_remove_one", 418.199310),
+    ("z = 20, q = .0055, 3.3·10⁴ steps", 20.0, 0.0055, 33_000, "add_or_remove_one", 0.160073095),
+    ("z = 1, q = .01, 10⁴ steps, replace-one", 1.0, 0.01, 10_000, "replace_one", 10.8807815),
+    ("z = .8, q = .004, 10⁵ steps, replace-one", 0.8, 0.004, 100_000, "replace_one", 22.4133611),
+    ("z = 4, full batch, 10⁴ steps, replace-one", 4.0, 1.0, 10_000, "replace_one", 1462.285016),
 ]
 SCHEDULE_REFERENCE = 2.2444
 
@@ -77,7 +77,6 @@ def opacus(kind: str, noises: Iterable[float], rate: float, each: int, neighbori
 Accountants = Mapping[str, Callable[..., float]]
 OTHERS: Accountants = {
     "dp_accounting PLD": partial(dp_accounting, dpa.pld.PLDAccountant),
-    "dp_accounting RDP": partial(dp_accounting, dpa.rdp.RdpAccountant),
     "Opacus RDP": partial(opacus, "rdp"),
     "Opacus PRV": partial(opacus, "prv"),
 }
@@ -86,7 +85,7 @@ OTHERS: Accountants = {
 def measured(
     function: Callable[..., float], arguments: tuple[Any, ...], limit: float
 ) -> tuple[float, float] | str:
-    """Result and seconds of one call in a process of its own, or why there is none."""
+    """Result and seconds of one call in a process of its own, or that there is none."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -99,14 +98,14 @@ def measured(
         start = time.perf_counter()
         try:
             value = function(*arguments)
-        except Exception as error:
-            sender.send(f"{type(error).__name__}: {str(error)[:60]}")
+        except Exception:
+            sender.send("refused")
             return
         sender.send((value, time.perf_counter() - start))
 
     process = context.Process(target=work)
     process.start()
-    result = receiver.recv() if receiver.poll(limit) else f"stopped after {limit:g} s"
+    result = receiver.recv() if receiver.poll(limit) else f"none after {limit:g} s"
     process.kill()
     process.join()
     return result
@@ -115,28 +114,32 @@ def measured(
 def report(
     name: str, reference: float, arguments: tuple[Any, ...], others: Accountants, limit: float
 ) -> None:
-    print(f"\n{name}   (reference {reference:g})")
-    for who, function in {"here": ours, **others}.items():
+    print(f"| {name}: ε = {reference:.4g} |", end="", flush=True)
+    for function in (ours, *others.values()):
         found = measured(function, arguments, limit)
         if not isinstance(found, str):
             epsilon, seconds = found
-            found = f"epsilon {epsilon:10.5f}  {epsilon / reference - 1:+8.3%}  {seconds:9.3f} s"
-        print(f"  {who:<18} {found}", flush=True)
+            found = f"{100 * (epsilon / reference - 1):+.3f} %, {seconds:.2g} s"
+        print(f" {found} |", end="", flush=True)
+    print()
 
 
 def calibration(has_others: bool, limit: float) -> None:
     theirs = partial(opacus_noise_multiplier, accountant="prv", epsilon_tolerance=1e-3)
+    print(
+        "\n| noise multiplier for ε = | here: ε found / ε, time | Opacus PRV |\n" + "|---" * 3 + "|"
+    )
     for epsilon, rate, steps in ((1.0, 0.01, 10_000), (3.0, 0.004, 5_000), (8.0, 0.02, 1_000)):
-        print(f"\nnoise multiplier for epsilon={epsilon:g} q={rate:g} n={steps}")
+        print(f"| {epsilon:g}, q = {rate:g}, {steps:,} steps |", end="")
         target = {"target_epsilon": epsilon, "target_delta": DELTA, "sample_rate": rate}
-        functions = {"here": get_noise_multiplier} | ({"Opacus PRV": theirs} if has_others else {})
-        for who, function in functions.items():
+        for function in (get_noise_multiplier, *([theirs] if has_others else [])):
             found = measured(partial(function, **target, steps=steps), (), limit)
             if not isinstance(found, str):
                 z, seconds = found
                 share = ours([z], rate, steps, "add_or_remove_one") / epsilon
-                found = f"z {z:8.5f}  epsilon/target {share:8.5f}  {seconds:7.3f} s"
-            print(f"  {who:<18} {found}", flush=True)
+                found = f"{share:.5f}, {seconds:.2g} s"
+            print(f" {found} |", end="", flush=True)
+        print()
 
 
 def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
@@ -174,18 +177,15 @@ def scattered(number: int, replace: bool) -> None:
     rate = np.exp(rng.uniform(math.log(1e-3), math.log(0.03), number))
     neighboring = "replace_one" if replace else "add_or_remove_one"
     accountant = PrivacyAccountant(neighboring=neighboring)  # type: ignore[arg-type]
-    clocks = time.perf_counter(), time.process_time()
+    started = time.process_time()
     for z, q in zip(noise.tolist(), rate.tolist(), strict=True):
         accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(z)))
-    charged = time.process_time() - clocks[1]
+    charged = time.process_time() - started
     epsilon = accountant.get_epsilon(DELTA)
-    wall, busy = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+    busy = time.process_time() - started
     excess = scattered_truth(noise, rate, replace, epsilon)
-    print(
-        f"{number:7} pairs, {neighboring:18} epsilon {epsilon:9.4f}  excess {excess:7.3%} "
-        f" {busy:6.1f} s of a processor ({charged:.1f} of them charging), {wall:6.1f} s",
-        flush=True,
-    )
+    cells = f"{epsilon:.2f} | {100 * excess:.2f} % | {busy:.1f} | {charged:.1f}"
+    print(f"| {number:,} | {neighboring} | {cells} |", flush=True)
 
 
 def main() -> None:
@@ -201,16 +201,20 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.scattered:
+        print("| releases | relation | ε | excess | seconds, all | of these for charging |")
+        print("|---" * 6 + "|")
         for number in (2_000, 10_000, 100_000):
             for replace in (False, True):
                 scattered(number, replace)
         return
     others = OTHERS if arguments.others else {}
+    print("| releases | here |", *(f"{name} |" for name in others))
+    print("|---" * (2 + len(others)) + "|")
     for name, noise, rate, steps, neighboring, reference in HOMOGENEOUS:
         report(name, reference, ([noise], rate, steps, neighboring), others, arguments.limit)
     schedule = [math.sqrt(1 + step / 1000) for step in range(10_000)]
     given = schedule, 0.01, 1, "add_or_remove_one"
-    report("10,000 multipliers, q=.01", SCHEDULE_REFERENCE, given, others, arguments.limit)
+    report("10,000 different z, q = .01", SCHEDULE_REFERENCE, given, others, arguments.limit)
     calibration(arguments.others, arguments.limit)
 
 

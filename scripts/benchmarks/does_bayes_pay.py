@@ -45,7 +45,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,6 +124,26 @@ ABALONE_SPREAD = (0.120, 0.099, 0.042, 0.490, 0.222, 0.110, 0.139, 3.224)
 # mean and spread of the columns of UCI's table of concrete, the strength last
 CONCRETE_MEAN = (281.0, 74.0, 54.0, 182.0, 6.2, 973.0, 774.0, 46.0, 35.8)
 CONCRETE_SPREAD = (105.0, 86.0, 64.0, 21.0, 6.0, 78.0, 80.0, 63.0, 16.7)
+# the measure and the row of each column of the page's tables
+BESIDE = {
+    "NLL: DP-SGD": ("NLL", "DP-SGD"),
+    "NLL: oracle": ("NLL", "oracle"),
+    "NLL: last": ("NLL", "ours, last"),
+    "NLL: average": ("NLL", "ours, average"),
+    "ECE: DP-SGD": ("ECE", "DP-SGD"),
+    "ECE: average": ("ECE", "ours, average"),
+    "accuracy: DP-SGD": ("accuracy", "DP-SGD"),
+    "accuracy: average": ("accuracy", "ours, average"),
+}
+BESIDE_CALIBRATED = {
+    "NLL: DP-SGD": ("NLL", "DP-SGD, calibrated"),
+    "NLL: tuned oracle": ("NLL", "oracle, tempered"),
+    "NLL: average": ("NLL", "ours, average, calibrated"),
+    "ECE: DP-SGD": ("ECE", "DP-SGD, calibrated"),
+    "ECE: average": ("ECE", "ours, average, calibrated"),
+    "AUROC: DP-SGD": ("AUROC", "DP-SGD, calibrated"),
+    "AUROC: average": ("AUROC", "ours, average, calibrated"),
+}
 ADULT_LENGTH = 3.0  # a record has eight words and five numbers up to 1
 
 
@@ -487,27 +507,76 @@ def table(rows: Sequence[Row]) -> list[Row]:
     return chosen
 
 
-def figures(rows: Sequence[Row]) -> list[Row]:
-    """In how many cells the average keeps each figure, against the better row of DP-SGD."""
-    cells = list(grouped(rows, "data", "epsilon").values())
-    trios = [(min(c[:2], key=lambda row: row["NLL"]), c[2], c[5]) for c in cells]
-    classes = [trio for trio in trios if "ECE" in trio[0]]
-    pairs = [(min(c[6:8], key=lambda row: row["NLL"]), c[8]) for c in cells]
+def cells_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """The rows of each cell by name; "DP-SGD" is the better of its last iterate and its EMA."""
+    cells = []
+    for some in grouped(rows, "data", "epsilon").values():
+        cell = {row["row"]: row for row in some}
+        for end in ("", ", calibrated"):
+            both = cell[f"DP-SGD, last{end}"], cell[f"DP-SGD, EMA{end}"]
+            cell[f"DP-SGD{end}"] = min(both, key=lambda row: row["NLL"])
+        cells.append(cell)
+    return cells
+
+
+def figure(cell: dict[str, Row], measure: str, name: str) -> str:
+    """As the page has it: bold where the average's NLL is below DP-SGD's."""
+    value = cell[name].get(measure)
+    if value is None and (measure := {"ECE": "coverage", "accuracy": "RMSE"}.get(measure, "")):
+        value = cell[name][measure]
+    if value is None:
+        return ""
+    digits = {"accuracy": f"{100 * value:.1f}", "RMSE": f"{value:.2f}"}
+    text = digits.get(measure, f"{value:.3f}".removeprefix("0"))
+    usual = cell[name.replace("ours, average", "DP-SGD")]
+    return (
+        f"**{text}**" if measure == "NLL" and "average" in name and value < usual["NLL"] else text
+    )
+
+
+def beside(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]]) -> list[Row]:
+    """A line for each data set, with the figures at each ε."""
+    lines = []
+    for (data,), some in grouped(rows, "data").items():
+        cells = cells_of(some)
+        found = {k: [figure(cell, *column) for cell in cells] for k, column in columns.items()}
+        lines.append({"data": data} | {k: ", ".join(filter(None, v)) for k, v in found.items()})
+    return lines
+
+
+def aims(rows: Sequence[Row]) -> list[Row]:
+    """In how many cells the average keeps each figure."""
+    cells, end = cells_of(rows), ", calibrated"
+    sides = [(c["ours, average"], c["DP-SGD"], c["oracle"]) for c in cells]
+    classes = [side for side in sides if "ECE" in side[0]]
+    tuned = [(c["ours, average" + end], c["DP-SGD" + end], c["oracle, tempered"]) for c in cells]
     held = {
-        "NLL better than DP-SGD's": [a["NLL"] < s["NLL"] for s, _, a in trios],
-        "by 15 %": [a["NLL"] < 0.85 * s["NLL"] for s, _, a in trios],
-        "ECE better": [a["ECE"] < s["ECE"] for s, _, a in classes],
-        "accuracy within .3 points": [a["accuracy"] > s["accuracy"] - 0.003 for s, _, a in classes],
-        "AUROC better": [a["AUROC"] > s["AUROC"] for s, _, a in classes if "AUROC" in a],
-        "NLL within 5 % of the oracle's": [a["NLL"] < 1.05 * o["NLL"] for _, o, a in trios],
-        "calibrated: NLL within 3 % of the tempered oracle's": [
-            c[8]["NLL"] < c[3]["NLL"] + 0.03 * abs(c[3]["NLL"]) for c in cells
+        "NLL below DP-SGD's": [a["NLL"] < s["NLL"] for a, s, _ in sides],
+        "NLL 15 % below DP-SGD's": [a["NLL"] < 0.85 * s["NLL"] for a, s, _ in sides],
+        "ECE below DP-SGD's": [a["ECE"] < s["ECE"] for a, s, _ in classes],
+        "accuracy at most .3 points below DP-SGD's": [
+            a["accuracy"] > s["accuracy"] - 0.003 for a, s, _ in classes
         ],
-        "calibrated: NLL better": [a["NLL"] < s["NLL"] for s, a in pairs],
-        "calibrated: ECE better": [a["ECE"] < s["ECE"] for s, a in pairs if "ECE" in a],
-        "calibrated: AUROC better": [a["AUROC"] > s["AUROC"] for s, a in pairs if "AUROC" in a],
+        "AUROC above DP-SGD's": [a["AUROC"] > s["AUROC"] for a, s, _ in classes if "AUROC" in a],
+        "NLL at most 5 % above the oracle's": [a["NLL"] < 1.05 * o["NLL"] for a, _, o in sides],
+        "calibrated: NLL at most 3 % above the tuned oracle's": [
+            a["NLL"] < o["NLL"] + 0.03 * abs(o["NLL"]) for a, _, o in tuned
+        ],
+        "calibrated: NLL below DP-SGD's": [a["NLL"] < s["NLL"] for a, s, _ in tuned],
+        "calibrated: ECE below DP-SGD's": [a["ECE"] < s["ECE"] for a, s, _ in tuned if "ECE" in a],
+        "calibrated: AUROC above DP-SGD's": [
+            a["AUROC"] > s["AUROC"] for a, s, _ in tuned if "AUROC" in a
+        ],
     }
-    return [{"figure": k, "held in": sum(v), "cells": len(v)} for k, v in held.items()]
+    return [{"the average's": k, "cells": f"{sum(v)} of {len(v)}"} for k, v in held.items()]
+
+
+def by_data(rows: Sequence[Row]) -> list[Row]:
+    """A line for each data set: the NLL at each ε."""
+    return [
+        {"data": data, "NLL at ε = 1, 3, 8": ", ".join(f"{r['NLL']:.3f}"[1:] for r in some)}
+        for (data,), some in grouped(rows, "data").items()
+    ]
 
 
 def default(rows: Sequence[Row]) -> list[Row]:
@@ -540,14 +609,22 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         options.data, options.seeds = ["breast cancer"], 1
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
-    what, more = options.what, {"table": figures, "temperature": default}
+    what, more = options.what, {"temperature": default, "linear": by_data}
     methods = defaultdict(lambda: ours, linear=linear)
     reproduction.finish(
         options,
         lambda **job: (methods[what] if "epsilon" in job else dp_sgd)(options.data_root, **job),
         jobs(what, options.data, options.seeds),
         lambda runs: table(means(runs)) if what == "table" else means(runs),
-        lambda rows: {"": rows} | {f"Of the {k}": f(rows) for k, f in more.items() if k == what},
+        lambda rows: (
+            {
+                "": beside(rows, BESIDE),
+                "Calibrated": beside(rows, BESIDE_CALIBRATED),
+                "Aims": aims(rows),
+            }
+            if what == "table"
+            else {"": rows} | {f"Of the {k}": f(rows) for k, f in more.items() if k == what}
+        ),
         partial(panels, what),
     )
 

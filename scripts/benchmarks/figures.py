@@ -1,13 +1,18 @@
-"""All figures of a benchmark page: runs the page's commands in turn, and keeps what they print.
+"""All figures of a benchmark page: runs the page's commands in turn, and writes their tables there.
 
     python scripts/benchmarks/figures.py accuracy|speed|accounting --data-root ROOT
 
 ROOT has ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's layout. What a
 command prints goes to FOLDER/PAGE/NAME.txt, below a line with the command, the version and the
 date. What is there is not made again. A command that fails leaves NAME.part.
+
+A table that was printed takes the place of the page's table with the same header, if it has as many
+rows or more; rows of several commands below one header are one table. The page's version and dates
+are those of the commands. Sentences are written by hand: read them again.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -19,6 +24,7 @@ from tqdm import tqdm
 import torch_dpbayes as dpb
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "benchmarks"
 HERE = "scripts/benchmarks"
 PAY = f"{HERE}/does_bayes_pay.py --data-root {{root}} --results {{folder}}/pay.jsonl"
 DEMO = "examples/private_bnn.py --plot {folder}/demo.png"
@@ -56,6 +62,31 @@ PAGES = {  # programs with their arguments, by the name of what they print
 }
 
 
+TABLE = re.compile(r"(?:^\|.*\|\n)+", re.MULTILINE)
+DAY = r"20\d\d-\d\d-\d\d"
+STAMP = re.compile(rf"version [\d.]+, ({DAY})(?: to {DAY})?")
+
+
+def written(page: str, printed: list[str], is_whole: bool) -> tuple[str, list[str]]:
+    """The page with the printed tables and their dates; and what was printed but has no place."""
+    rows: dict[str, list[str]] = {}
+    for table in TABLE.findall("".join(printed)):
+        header, _, *found = table.splitlines(keepends=True)
+        rows.setdefault(header, []).extend(found)
+
+    def newer(match: re.Match[str]) -> str:
+        header, rule, *lines = match.group().splitlines(keepends=True)
+        if len(rows.get(header, ())) >= len(lines):
+            lines = rows.pop(header)
+        return "".join([header, rule, *lines])
+
+    page = TABLE.sub(newer, page)
+    dates = [re.search(DAY, text.partition("\n")[0])[0] for text in printed]
+    dates += [stamp[1] for stamp in STAMP.finditer(page) if not is_whole]
+    when = " to ".join(dict.fromkeys((min(dates), max(dates))))
+    return STAMP.sub(f"version {dpb.__version__}, {when}", page, count=1), [h.strip() for h in rows]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", choices=PAGES)
@@ -77,6 +108,12 @@ def main(arguments: list[str] | None = None) -> int:
         if run.returncode == 0:
             part.rename(target)
         code = max(code, int(run.returncode != 0))
+    printed = [path.read_text() for name in commands if (path := folder / f"{name}.txt").exists()]
+    page = DOCS / f"{given.page}.md"
+    if printed:
+        text, left = written(page.read_text(), printed, len(printed) == len(commands))
+        page.write_text(text)
+        print(*(f"not on the page: {header}" for header in left), sep="\n", end="")
     return code
 
 

@@ -306,40 +306,54 @@ def probit(u: Tensor, _: None) -> Any:
 
 # rows of the table: how data sets are made, and ε
 CELLS: dict[str, tuple[Make, float]] = {
-    "logistic_25": (logistic(25, 3.0, 10_000), 1.0),
-    "logistic_8_sd_1": (logistic(8, 1.0, 10_000), 1.0),
-    "logistic_8_eps_.3": (logistic(8, 3.0, 10_000), 0.3),
-    # condition numbers 100, 1,000 and 10,000 of the covariance
-    "correlated_100": (logistic(60, 3.0, 10_000, 1.0), 1.0),
-    "correlated_1000": (logistic(60, 3.0, 10_000, 1.5), 1.0),
-    "correlated_10000": (logistic(60, 3.0, 10_000, 2.0), 1.0),
-    "binary_10": (with_constant("binary", 10, 3.0, 10_000), 1.0),
-    "t3_10": (with_constant("t3", 10, 3.0, 10_000), 1.0),
-    "binary_1000": (with_constant("binary", 10, 1.0, 1000), 0.3),
-    "logistic_1000_eps_.1": (logistic(8, 3.0, 1000), 0.1),
-    "logistic_1000": (logistic(8, 3.0, 1000), 1.0),
-    "logistic_100000": (logistic(8, 3.0, 100_000), 3.0),
-    "logistic_100": (logistic(100, 1.0, 100_000), 3.0),
-    "rare_class": (rare_class(20_000), 1.0),
-    "beta_1": (beta(4000, 1.0), 1.0),
-    "beta_2": (beta(4000, 2.0), 1.0),
-    "beta_6": (beta(4000, 6.0), 1.0),
-    "beta": (beta(4000, None), 1.0),
-    "groups_20": (groups(10_000, 20), 1.0),
-    "poisson": (observed(poisson, 5, 10_000), 1.0),
+    "logistic, d = 25, prior sd 3": (logistic(25, 3.0, 10_000), 1.0),
+    "logistic, d = 8, prior sd 1": (logistic(8, 1.0, 10_000), 1.0),
+    "logistic, d = 8, ε = .3, prior sd 3": (logistic(8, 3.0, 10_000), 0.3),
+    "logistic, d = 60, condition 100": (logistic(60, 3.0, 10_000, 1.0), 1.0),
+    "logistic, d = 60, condition 1,000": (logistic(60, 3.0, 10_000, 1.5), 1.0),
+    "logistic, d = 60, condition 10,000": (logistic(60, 3.0, 10_000, 2.0), 1.0),
+    "half the features binary, d = 10, prior sd 3": (with_constant("binary", 10, 3.0, 10_000), 1.0),
+    "features from t(3), d = 10, prior sd 3": (with_constant("t3", 10, 3.0, 10_000), 1.0),
+    "half the features binary, d = 10, n = 1,000, ε = .3, prior sd 1": (
+        with_constant("binary", 10, 1.0, 1000),
+        0.3,
+    ),
+    "logistic, d = 8, n = 1,000, ε = .1, prior sd 3": (logistic(8, 3.0, 1000), 0.1),
+    "logistic, d = 8, n = 1,000, prior sd 3": (logistic(8, 3.0, 1000), 1.0),
+    "logistic, d = 8, n = 100,000, ε = 3, prior sd 3": (logistic(8, 3.0, 100_000), 3.0),
+    "logistic, d = 100, n = 100,000, ε = 3, prior sd 1": (logistic(100, 1.0, 100_000), 3.0),
+    "rare class, intercept of sd 4, n = 20,000": (rare_class(20_000), 1.0),
+    "Beta, clip bound 1": (beta(4000, 1.0), 1.0),
+    "Beta, clip bound 2": (beta(4000, 2.0), 1.0),
+    "Beta, clip bound 6": (beta(4000, 6.0), 1.0),
+    "Beta, default bound": (beta(4000, None), 1.0),
+    "20 groups": (groups(10_000, 20), 1.0),
+    "Poisson": (observed(poisson, 5, 10_000), 1.0),
     "probit": (observed(probit, 5, 10_000), 1.0),
-    "student": (observed(student, 5, 10_000, "scale"), 1.0),
-    "gamma": (observed(gamma, 5, 10_000, "shape"), 1.0),
-    "negative_binomial": (observed(negative_binomial, 5, 10_000, "shape"), 1.0),
-    "slopes_8": (groups(10_000, 8, has_slopes=True), 1.0),
-    "horseshoe": (horseshoe(10_000, 10), 1.0),
-    "mixture": (mixture(10_000), 1.0),
-    "ordinal": (ordinal(10_000, 5), 1.0),
-    "clip_.5": (logistic(8, 2.0, 10_000, clip=0.5), 1.0),
-    "clip_1": (logistic(8, 2.0, 10_000, clip=1.0), 1.0),
-    "clip_2": (logistic(8, 2.0, 10_000, clip=2.0), 1.0),
-    "clip_5": (logistic(8, 2.0, 10_000, clip=5.0), 1.0),
-    "logistic_2_eps_8": (logistic(2, 1.0, 1000), 8.0),
+    "Student t, unknown scale": (observed(student, 5, 10_000, "scale"), 1.0),
+    "gamma, unknown shape": (observed(gamma, 5, 10_000, "shape"), 1.0),
+    "negative binomial": (observed(negative_binomial, 5, 10_000, "shape"), 1.0),
+    "8 groups with slopes": (groups(10_000, 8, has_slopes=True), 1.0),
+    "horseshoe, d = 10": (horseshoe(10_000, 10), 1.0),
+    "mixture of two": (mixture(10_000), 1.0),
+    "ordinal, 5 levels": (ordinal(10_000, 5), 1.0),
+    "logistic, d = 8, clip bound .5": (
+        logistic(8, 2.0, 10_000, clip=0.5),
+        1.0,
+    ),
+    "logistic, d = 8, clip bound 1": (
+        logistic(8, 2.0, 10_000, clip=1.0),
+        1.0,
+    ),
+    "logistic, d = 8, clip bound 2": (
+        logistic(8, 2.0, 10_000, clip=2.0),
+        1.0,
+    ),
+    "logistic, d = 8, clip bound 5": (
+        logistic(8, 2.0, 10_000, clip=5.0),
+        1.0,
+    ),
+    "logistic, d = 2, n = 1,000, ε = 8, prior sd 1": (logistic(2, 1.0, 1000), 8.0),
 }
 
 
@@ -367,10 +381,10 @@ def table(rows: Sequence[Row]) -> list[Row]:
     """A line for each cell, and one for all."""
     lines = []
     for (cell,), some in [*grouped(rows, "cell").items(), (("all",), rows)]:
-        line: Row = {"cell": cell, "data sets": len(some)}
+        line: Row = {"model and data (d: features)": cell}
         for level in LEVELS:
             mean, error = mean_and_error([row[f"{level:.0%}"] for row in some])
-            line[f"{level:.0%}"] = f"{mean:.2f}±{error:.2f}"
+            line[f"{100 * level:.0f} %"] = f"{mean:.2f}±{error:.2f}"
         if cell != "all":
             oracles = [row["oracle"] for row in some if row["oracle"] is not None]
             line["sd / oracle's"] = (

@@ -659,11 +659,13 @@ def report(rows: list[dict[str, Any]]) -> None:
         name = row["method"] + ", with a selection" * (row["is_bound"] and row["method"] == "pld")
         if "excess" in row:
             groups.setdefault(name, []).append(row)
+    print("| excess of | number | median | 90 % quantile | 99 % quantile | largest |")
+    print("|---" * 6 + "|")
     for name, some in groups.items():
-        for what, key in (("epsilon", "excess"), ("get_delta", "excess_of_back")):
+        for what, key in (("ε", "excess"), ("`get_delta` at that ε", "excess_of_back")):
             excess = np.array([row[key] for row in some])
-            found = " ".join(f"{x:9.3%}" for x in np.quantile(excess, [0, 0.5, 0.9, 0.99, 1]))
-            print(f"{name:24}{what:10} n {len(some):4}  least, 50, 90, 99, 100 %: {found}")
+            found = " | ".join(f"{100 * x:.3f} %" for x in np.quantile(excess, [0.5, 0.9, 0.99, 1]))
+            print(f"| {what}, {name} | {len(some)} | {found} |")
 
 
 def main() -> None:

@@ -7,8 +7,8 @@
   ``torch.randn`` per parameter;
 * ``loader``: a Poisson draw against the number of records, and batches over torch's ``DataLoader``;
 * ``kernels``: clipped gradients and record terms of Pyro models, over Pyro's gradient and trace;
-* ``ranks``: steps per second of one process and of two (gloo on loopback), the processor time of a
-  step, and the bytes that a rank sends: data parallelism, and a chain over two owners' records.
+* ``ranks``: the processor time of a step of one process and of each of two (gloo on loopback), and
+  the bytes that a rank sends: data parallelism, and a chain over two owners' records.
 
 Medians of interleaved rounds. What clipping costs is in bench_clipping.py, GPUs are in gpu.py.
 """
@@ -70,9 +70,18 @@ def medians(works: Sequence[Work], seconds: float) -> list[float]:
     return [statistics.median(found) for found in times]
 
 
-def row(name: str, ours: float, theirs: float) -> None:
-    """Milliseconds of both and their ratio."""
-    print(f"{name:46}{1e3 * ours:9.3f} ms{1e3 * theirs:9.3f} ms{ours / theirs:7.2f}", flush=True)
+def row(*cells: Any) -> None:
+    """Of a table; numbers are ratios."""
+    print("|", *(f"{c:.2f} |" if isinstance(c, float) else f"{c} |" for c in cells), flush=True)
+
+
+def head(*cells: str) -> None:
+    row(*cells)
+    print("|---" * len(cells) + "|", flush=True)
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms"
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -87,7 +96,7 @@ SAMPLERS: dict[str, Callable[..., Any]] = {
     "SGLD": dpb.optim.DPSGLD,
     "SGHMC": dpb.optim.DPSGHMC,
     "SGNHT": dpb.optim.DPSGNHT,
-    "SGFS (diagonal)": partial(dpb.optim.DPSGFS, fisher="diagonal"),
+    "SGFS, diagonal": partial(dpb.optim.DPSGFS, fisher="diagonal"),
 }
 
 
@@ -126,11 +135,12 @@ def plain_update(parameters: list[nn.Parameter]) -> Work:
 
 
 def optimizers(seconds: float) -> None:
+    head("parameters", *SAMPLERS)
     for size, shapes in SHAPES.items():
         made = [[nn.Parameter(0.01 * torch.randn(s)) for s in shapes] for _ in range(2)]
-        for name in SAMPLERS:
-            works = private_update(name, made[0]), plain_update(made[1])
-            row(f"{name}, {size:,} parameters", *medians(works, seconds))
+        works = [(private_update(name, made[0]), plain_update(made[1])) for name in SAMPLERS]
+        found = [medians(both, seconds) for both in works]
+        row(f"{size:,}", *(ours / theirs for ours, theirs in found))
 
 
 # --- loader ---------------------------------------------------------------------------------------
@@ -169,10 +179,10 @@ def read_private(loader: PoissonLoader) -> None:
 
 
 def loader(seconds: float) -> None:
+    head("a batch of 256 records", "here", "torch", "here / torch")
     for size in (10**4, 10**6, 10**9):
         sampler = PoissonSampler(size, BATCH / size, None, 0)
-        (taken,) = medians([sampler._next_draw], seconds)
-        print(f"{f'a draw from {size:,} records':46}{1e3 * taken:9.3f} ms", flush=True)
+        row(f"a Poisson draw from {size:,}", ms(medians([sampler._next_draw], seconds)[0]), "", "")
     for width, size in ((20, 51_200), (784, 12_800)):
         data = TensorDataset(torch.randn(size, width), torch.randint(10, (size,)))
         private = PoissonLoader(DataLoader(data, BATCH), BATCH / len(data))
@@ -181,8 +191,8 @@ def loader(seconds: float) -> None:
         works = [partial(read_private, private), *(partial(read, o) for o in others.values())]
         ours, *theirs = medians(works, seconds)
         for how, found in zip(others, theirs, strict=True):
-            name = f"a batch, {width} features, torch's {how}"
-            row(name, ours * BATCH / size, found * BATCH / size)
+            both = ms(ours * BATCH / size), ms(found * BATCH / size)
+            row(f"{width} features, torch's {how}", *both, ours / found)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -234,6 +244,7 @@ MODELS: dict[str, tuple[Callable[..., None], Callable[[], tuple[Tensor, ...]]]] 
 
 
 def kernels(seconds: float) -> None:
+    head("model", "clipped gradients, time", "time / Pyro's", "log-likelihoods, time / Pyro's")
     for name, (model, make) in MODELS.items():
         data = make()
         density = RecordDensity(model, data)
@@ -250,14 +261,22 @@ def kernels(seconds: float) -> None:
             partial(density.clipped_gradient_sum, theta, 1.0),
             partial(potential_grad, potential, start),
         )
-        row(f"{name}, gradient", *medians(gradients, seconds))
         terms = partial(density.log_likelihoods, theta), trace
-        row(f"{name}, terms", *medians(terms, seconds))
+        (ours, theirs), (ours_terms, their_terms) = (
+            medians(gradients, seconds),
+            medians(terms, seconds),
+        )
+        row(name, ms(ours), ours / theirs, ours_terms / their_terms)
 
 
 # --- ranks and owners -----------------------------------------------------------------------------
 
 RECORDS, PARALLEL_BATCH, FEATURES = 100_000, 512, 20
+RANKS = {
+    "cnn": "CNN, 26,010 parameters, batch 512",
+    "mlp": "MLP, 203,530 parameters, batch 512",
+    "penalty": "DPPenalty, logistic, N = 100,000",
+}
 
 
 def bytes_sent() -> int:
@@ -353,7 +372,9 @@ def rank_process(what: str, rank: int, size: int, place: str, pipe: Connection) 
 
 
 def ranks(seconds: float) -> None:
-    for what in ("cnn", "mlp", "penalty"):
+    head("time of a rank for a step", "one rank", "each of two", "sent by each")
+    for what in RANKS:
+        cells = []
         for size in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
                 context, pipes, processes = multiprocessing.get_context("spawn"), [], []
@@ -366,20 +387,20 @@ def ranks(seconds: float) -> None:
                     pipes.append(mine)
                 for pipe in pipes:
                     pipe.recv()
-                number, found = 5, (0.0, 0.0, 0.0)
+                number, found = 5, (0.0, 0.0)
                 for _ in range(2):  # a short run says how many steps take so many seconds
                     for pipe in pipes:
                         pipe.send(number)
                     columns = zip(*(pipe.recv() for pipe in pipes), strict=True)
                     wall, used, sent = (max(column) / number for column in columns)
-                    found = 1 / wall, 1e3 * used, sent
+                    found = used, sent
                     number = max(3, round(seconds / wall))
                 for pipe in pipes:
                     pipe.send(0)
                 for process in processes:
                     process.join()
-            name = f"{what}, {size} rank{'s' * (size > 1)}"
-            print(f"{name:20}{found[0]:8.1f} /s{found[1]:8.2f} ms{found[2]:10.0f} B", flush=True)
+            cells.append(ms(found[0]))
+        row(RANKS[what], *cells, f"{found[1] / 1e3:.3g} kB")
 
 
 PARTS: dict[str, Callable[[float], None]] = {
@@ -401,8 +422,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"no part {sorted(unknown)}: take some of {', '.join(PARTS)}")
     torch.set_num_threads(1)
     for part in given.parts or PARTS:
-        print(f"-- {part}", flush=True)
         PARTS[part](given.seconds)
+        print(flush=True)
 
 
 if __name__ == "__main__":
