@@ -45,7 +45,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,26 +124,12 @@ ABALONE_SPREAD = (0.120, 0.099, 0.042, 0.490, 0.222, 0.110, 0.139, 3.224)
 # mean and spread of the columns of UCI's table of concrete, the strength last
 CONCRETE_MEAN = (281.0, 74.0, 54.0, 182.0, 6.2, 973.0, 774.0, 46.0, 35.8)
 CONCRETE_SPREAD = (105.0, 86.0, 64.0, 21.0, 6.0, 78.0, 80.0, 63.0, 16.7)
-# the measure and the row of each column of the page's tables
-BESIDE = {
-    "NLL: DP-SGD": ("NLL", "DP-SGD"),
-    "NLL: oracle": ("NLL", "oracle"),
-    "NLL: last": ("NLL", "ours, last"),
-    "NLL: average": ("NLL", "ours, average"),
-    "ECE: DP-SGD": ("ECE", "DP-SGD"),
-    "ECE: average": ("ECE", "ours, average"),
-    "accuracy: DP-SGD": ("accuracy", "DP-SGD"),
-    "accuracy: average": ("accuracy", "ours, average"),
-}
-BESIDE_CALIBRATED = {
-    "NLL: DP-SGD": ("NLL", "DP-SGD, calibrated"),
-    "NLL: tuned oracle": ("NLL", "oracle, tempered"),
-    "NLL: average": ("NLL", "ours, average, calibrated"),
-    "ECE: DP-SGD": ("ECE", "DP-SGD, calibrated"),
-    "ECE: average": ("ECE", "ours, average, calibrated"),
-    "AUROC: DP-SGD": ("AUROC", "DP-SGD, calibrated"),
-    "AUROC: average": ("AUROC", "ours, average, calibrated"),
-}
+# columns of the page's tables: a measure, and whose it is
+BESIDE = ("NLL: DP-SGD", "NLL: oracle", "NLL: last", "NLL: average", "ECE: DP-SGD", "ECE: average")
+BESIDE += ("accuracy: DP-SGD", "accuracy: average")
+CALIBRATED = ("NLL: DP-SGD", "NLL: tuned oracle", "NLL: average", "ECE: DP-SGD", "ECE: average")
+CALIBRATED += ("AUROC: DP-SGD", "AUROC: average")
+ROWS = {"last": "ours, last", "average": "ours, average", "tuned oracle": "oracle, tempered"}
 ADULT_LENGTH = 3.0  # a record has eight words and five numbers up to 1
 
 
@@ -519,27 +505,25 @@ def cells_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
     return cells
 
 
-def figure(cell: dict[str, Row], measure: str, name: str) -> str:
+def figure(cell: dict[str, Row], column: str, end: str) -> str:
     """As the page has it: bold where the average's NLL is below DP-SGD's."""
-    value = cell[name].get(measure)
-    if value is None and (measure := {"ECE": "coverage", "accuracy": "RMSE"}.get(measure, "")):
-        value = cell[name][measure]
-    if value is None:
+    measure, who = column.split(": ")
+    row = cell[ROWS.get(who, who) + end * (who in ("DP-SGD", "average"))]
+    if "RMSE" in row:
+        measure = {"ECE": "coverage", "accuracy": "RMSE"}.get(measure, measure)
+    if (value := row.get(measure)) is None:
         return ""
     digits = {"accuracy": f"{100 * value:.1f}", "RMSE": f"{value:.2f}"}
     text = digits.get(measure, f"{value:.3f}".removeprefix("0"))
-    usual = cell[name.replace("ours, average", "DP-SGD")]
-    return (
-        f"**{text}**" if measure == "NLL" and "average" in name and value < usual["NLL"] else text
-    )
+    is_lower = column == "NLL: average" and value < cell[f"DP-SGD{end}"]["NLL"]
+    return f"**{text}**" if is_lower else text
 
 
-def beside(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]]) -> list[Row]:
+def beside(rows: Sequence[Row], columns: Sequence[str], end: str = "") -> list[Row]:
     """A line for each data set, with the figures at each ε."""
     lines = []
     for (data,), some in grouped(rows, "data").items():
-        cells = cells_of(some)
-        found = {k: [figure(cell, *column) for cell in cells] for k, column in columns.items()}
+        found = {k: [figure(cell, k, end) for cell in cells_of(some)] for k in columns}
         lines.append({"data": data} | {k: ", ".join(filter(None, v)) for k, v in found.items()})
     return lines
 
@@ -609,22 +593,19 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         options.data, options.seeds = ["breast cancer"], 1
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
-    what, more = options.what, {"temperature": default, "linear": by_data}
-    methods = defaultdict(lambda: ours, linear=linear)
+    what, methods = options.what, defaultdict(lambda: ours, linear=linear)
+    calibrated = partial(beside, columns=CALIBRATED, end=", calibrated")
+    tables: dict[str, dict[str, Callable[[Sequence[Row]], Sequence[Row]]]] = {
+        "table": {"": partial(beside, columns=BESIDE), "Calibrated": calibrated, "Aims": aims},
+        "linear": {"": by_data},
+        "temperature": {"": list, "Default": default},
+    }
     reproduction.finish(
         options,
         lambda **job: (methods[what] if "epsilon" in job else dp_sgd)(options.data_root, **job),
         jobs(what, options.data, options.seeds),
         lambda runs: table(means(runs)) if what == "table" else means(runs),
-        lambda rows: (
-            {
-                "": beside(rows, BESIDE),
-                "Calibrated": beside(rows, BESIDE_CALIBRATED),
-                "Aims": aims(rows),
-            }
-            if what == "table"
-            else {"": rows} | {f"Of the {k}": f(rows) for k, f in more.items() if k == what}
-        ),
+        lambda rows: {k: shown(rows) for k, shown in tables.get(what, {"": list}).items()},
         partial(panels, what),
     )
 
