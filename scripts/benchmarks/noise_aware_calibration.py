@@ -312,9 +312,9 @@ CELLS: dict[str, tuple[Make, float]] = {
     "logistic, d = 60, condition 100": (logistic(60, 3.0, 10_000, 1.0), 1.0),
     "logistic, d = 60, condition 1,000": (logistic(60, 3.0, 10_000, 1.5), 1.0),
     "logistic, d = 60, condition 10,000": (logistic(60, 3.0, 10_000, 2.0), 1.0),
-    "half the features binary, d = 10, prior sd 3": (with_constant("binary", 10, 3.0, 10_000), 1.0),
+    "half binary, d = 10, prior sd 3": (with_constant("binary", 10, 3.0, 10_000), 1.0),
     "features from t(3), d = 10, prior sd 3": (with_constant("t3", 10, 3.0, 10_000), 1.0),
-    "half the features binary, d = 10, n = 1,000, ε = .3, prior sd 1": (
+    "half binary, d = 10, n = 1,000, ε = .3, prior sd 1": (
         with_constant("binary", 10, 1.0, 1000),
         0.3,
     ),
@@ -337,22 +337,10 @@ CELLS: dict[str, tuple[Make, float]] = {
     "horseshoe, d = 10": (horseshoe(10_000, 10), 1.0),
     "mixture of two": (mixture(10_000), 1.0),
     "ordinal, 5 levels": (ordinal(10_000, 5), 1.0),
-    "logistic, d = 8, clip bound .5": (
-        logistic(8, 2.0, 10_000, clip=0.5),
-        1.0,
-    ),
-    "logistic, d = 8, clip bound 1": (
-        logistic(8, 2.0, 10_000, clip=1.0),
-        1.0,
-    ),
-    "logistic, d = 8, clip bound 2": (
-        logistic(8, 2.0, 10_000, clip=2.0),
-        1.0,
-    ),
-    "logistic, d = 8, clip bound 5": (
-        logistic(8, 2.0, 10_000, clip=5.0),
-        1.0,
-    ),
+    "logistic, d = 8, clip bound .5": (logistic(8, 2.0, 10_000, clip=0.5), 1.0),
+    "logistic, d = 8, clip bound 1": (logistic(8, 2.0, 10_000, clip=1.0), 1.0),
+    "logistic, d = 8, clip bound 2": (logistic(8, 2.0, 10_000, clip=2.0), 1.0),
+    "logistic, d = 8, clip bound 5": (logistic(8, 2.0, 10_000, clip=5.0), 1.0),
     "logistic, d = 2, n = 1,000, ε = 8, prior sd 1": (logistic(2, 1.0, 1000), 8.0),
 }
 

@@ -8,7 +8,7 @@
 * ``loader``: a Poisson draw against the number of records, and batches over torch's ``DataLoader``;
 * ``kernels``: clipped gradients and record terms of Pyro models, over Pyro's gradient and trace;
 * ``ranks``: the processor time of a step of one process and of each of two (gloo on loopback), and
-  the bytes that a rank sends: data parallelism, and a chain over two owners' records.
+  the bytes that a rank sends.
 
 Medians of interleaved rounds. What clipping costs is in bench_clipping.py, GPUs are in gpu.py.
 """
@@ -38,7 +38,6 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.infer import MCMC
 from pyro.infer.mcmc.util import initialize_model
 from pyro.ops.integrator import potential_grad
 from torch import Tensor, nn
@@ -49,7 +48,6 @@ import torch_dpbayes as dpb
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.density import RecordDensity
-from torch_dpbayes.mcmc import DPPenalty, MultiOwnerPenalty
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 Work = Callable[[], Any]
@@ -271,11 +269,10 @@ def kernels(seconds: float) -> None:
 
 # --- ranks and owners -----------------------------------------------------------------------------
 
-RECORDS, PARALLEL_BATCH, FEATURES = 100_000, 512, 20
+PARALLEL_BATCH = 512
 RANKS = {
     "cnn": "CNN, 26,010 parameters, batch 512",
     "mlp": "MLP, 203,530 parameters, batch 512",
-    "penalty": "DPPenalty, logistic, N = 100,000",
 }
 
 
@@ -298,7 +295,7 @@ def training(model: str) -> Callable[[int], None]:
     """Takes so many steps of DP-SGLD."""
     torch.manual_seed(0)
     net: nn.Module = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
-    x = torch.randn(RECORDS // 10, 784)
+    x = torch.randn(10_000, 784)
     if model == "cnn":
         first, second = nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Conv2d(16, 32, 4, stride=2)
         head = nn.Sequential(nn.Flatten(1), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -327,27 +324,6 @@ def training(model: str) -> Callable[[int], None]:
     return steps
 
 
-def chain(rank: int, size: int) -> Callable[[int], None]:
-    """Runs the penalty kernel for so many iterations, on this owner's records."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(RECORDS, FEATURES, generator=generator)
-    y = (torch.rand(RECORDS, generator=generator) < torch.sigmoid(x[:, 0])).float()
-    kind = MultiOwnerPenalty if size > 1 else DPPenalty
-
-    def iterations(number: int) -> None:
-        kernel = kind(
-            logistic,
-            proposal_scale=1e-3,
-            log_ratio_slope=1.0,
-            noise_multiplier=500.0,
-            accountant=dpb.PrivacyAccountant(),
-        )
-        runner = MCMC(kernel, num_samples=number, warmup_steps=0, disable_progbar=True)
-        runner.run(x[rank::size], y[rank::size])
-
-    return iterations
-
-
 def rank_process(what: str, rank: int, size: int, place: str, pipe: Connection) -> None:
     logging.disable()
     warnings.simplefilter("ignore")
@@ -360,7 +336,7 @@ def rank_process(what: str, rank: int, size: int, place: str, pipe: Connection) 
             world_size=size,
             timeout=timedelta(minutes=5),
         )
-    work = chain(rank, size) if what == "penalty" else training(what)
+    work = training(what)
     work(3)
     pipe.send(None)
     while number := pipe.recv():
