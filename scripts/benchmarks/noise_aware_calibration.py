@@ -378,7 +378,6 @@ def table(rows: Sequence[Row]) -> list[Row]:
             line["sd / oracle's"] = (
                 fmean(row["sd"] for row in some) / fmean(oracles) if oracles else None
             )
-            line["seconds"] = fmean(row["seconds"] for row in some)
         lines.append(line)
     return lines
 
