@@ -204,7 +204,7 @@ def main() -> None:
             found = {
                 "last iterate": net(test).softmax(1),
                 "averaged weights": mean(test).softmax(1),
-                "posterior average": samples.predict(net, test),
+                "average of predictions": samples.predict(net, test),
             }
         for name, p in found.items():
             sure = torch.special.entr(p).sum(1).argsort()[: int(0.9 * len(p))]
@@ -223,7 +223,7 @@ def main() -> None:
         cells = f"{accuracy:.2f} | {nll:.4f} | {ece:.4f} | {sure:.2f}"
         print(f"| {options.dataset}, {options.epsilon:g} | {name} | {cells} |")
     if options.plot is not None:
-        picture(found["posterior average"], y_test, options)
+        picture(found["average of predictions"], y_test, options)
 
 
 def picture(p: Tensor, labels: Tensor, options: argparse.Namespace) -> None:
