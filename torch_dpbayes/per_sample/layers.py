@@ -31,6 +31,7 @@ from .contributions import (
     PerRecord,
     Product,
     Tokens,
+    begun,
     beside,
     in_type,
     outer,
@@ -240,12 +241,14 @@ class Convolution(Product):
         norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         g = weighted(self.backprops, factor)
         if self.weight is not None and self.weight in out:
-            out[self.weight].add_(self.weight_gradient(self.inputs.to(g.dtype), g).flatten())
+            begun(out[self.weight], beta).add_(
+                self.weight_gradient(self.inputs.to(g.dtype), g).flatten()
+            )
         if self.bias is not None and self.bias in out:
-            out[self.bias].add_(g.flatten(2).sum(2).sum(0))
+            begun(out[self.bias], beta).add_(g.flatten(2).sum(2).sum(0))
 
 
 def is_reduced(backprops: Tensor) -> bool:
