@@ -72,7 +72,7 @@ class GroupGradient:
         for name, value in self.group.items():
             if type(value) in (float, int, str):  # immutable
                 found.append(value)
-            elif name != "params":
+            elif name not in ("params", "param_names"):  # the layout has both
                 require_public("a parameter group", [value])
                 found.append(value.tolist() if isinstance(value, Tensor) else copy(value))
         return found

@@ -104,8 +104,11 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     for inputs, g in calls:
         gradients: dict[Tensor, Tensor] = {}
         if weight is not None:
-            normal = KINDS[type(module)].run(module, in_type(inputs, g.dtype), None, None)
-            gradients[weight] = summed(normal.mul_(g))
+            found = []
+            for some, of_some in pieces(2 * g[0].numel(), inputs, g, is_small=True):
+                normal = KINDS[type(module)].run(module, in_type(some, g.dtype), None, None)
+                found.append(summed(normal.mul_(of_some)))
+            gradients[weight] = beside(found)
         if bias is not None:
             gradients[bias] = summed(g)
         parts.append(PerRecord(gradients))
@@ -169,10 +172,8 @@ class Convolution(Product):
         """
         positions, columns = backprops[0, 0].numel(), self.numel // self.shape[0]
         numbers = columns * self.groups * positions  # of the unfolded input
-        if not arithmetic.machine_of(inputs.device).is_accelerator:
-            numbers *= 4  # such pieces stay in a core's own cache
         memory: Tensor | None = None
-        for a, g in pieces(numbers, inputs, backprops):
+        for a, g in pieces(numbers, inputs, backprops, is_small=True):
             u = self.unfolded(a)
             if not u.is_contiguous():
                 memory = u.new_empty(u.shape) if memory is None else memory
