@@ -186,30 +186,24 @@ class Outer(Product):
         return a.mul_(g).hypot_(g)
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
-        if not self._is_split:
-            self._add_some(out, beta, self.backprops, self.inputs, factor)
-            return
-        for some in pieces(self.backprops[0].numel(), self.backprops, self.inputs, factor):
-            self._add_some(out, beta, *some)
+        whole = self.backprops, self.inputs, factor
+        numbers = self.backprops[0].numel()
+        for g, a, weights in pieces(numbers, *whole) if self._is_split else (whole,):
+            g = weighted(g, weights)
+            if g.dim() > 2:
+                g, a = g.flatten(0, -2), a.flatten(0, -2)
+            if self.weight is not None and (weight := out.get(self.weight)) is not None:
+                weight = weight.view(self.weight.shape)
+                weight = weight.t() if self.is_transposed else weight
+                if not self._is_split or g.dtype != torch.float32:
+                    weight.addmm_(g.t(), in_type(a, g.dtype), beta=beta)
+                else:  # the factors in g stay exact
+                    begun(weight, beta)
+                    for term in split(g):
+                        weight.add_(arithmetic.product(term.t(), a))
+            if self.bias is not None and (bias := out.get(self.bias)) is not None:
+                begun(bias, beta).add_(g.sum(0))
             beta = 1.0
-
-    def _add_some(
-        self, out: Mapping[Tensor, Tensor], beta: float, g: Tensor, a: Tensor, factor: Tensor
-    ) -> None:
-        g = weighted(g, factor)
-        if g.dim() > 2:
-            g, a = g.flatten(0, -2), a.flatten(0, -2)
-        if self.weight is not None and (weight := out.get(self.weight)) is not None:
-            weight = weight.view(self.weight.shape)
-            weight = weight.t() if self.is_transposed else weight
-            if not self._is_split or g.dtype != torch.float32:
-                weight.addmm_(g.t(), in_type(a, g.dtype), beta=beta)
-            else:  # the factors in g stay exact
-                begun(weight, beta)
-                for term in split(g):
-                    weight.add_(arithmetic.product(term.t(), a))
-        if self.bias is not None and (bias := out.get(self.bias)) is not None:
-            begun(bias, beta).add_(g.sum(0))
 
     def per_record(self) -> dict[Tensor, Tensor]:
         a, g = self.widened()
