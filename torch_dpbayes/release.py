@@ -72,7 +72,7 @@ class GroupGradient:
         for name, value in self.group.items():
             if type(value) in (float, int, str):  # immutable
                 found.append(value)
-            elif name != "params":
+            elif name not in ("params", "param_names"):  # the layout has both
                 require_public("a parameter group", [value])
                 found.append(value.tolist() if isinstance(value, Tensor) else copy(value))
         return found
@@ -89,8 +89,10 @@ class Layout:
     After the gradient come ``extra_size`` further numbers that are released and, for several ranks,
     a flag: not 0 if a rank failed after all had agreed to take the step. Norms, sums and noise are
     in float64 if a parameter is, or if very many records are added. ``is_plain``: all parameters
-    have the type of the sum.
+    have the type of the sum. ``beta``: 0.0 if the next sum replaces the gradient.
     """
+
+    beta = 0.0
 
     def __init__(
         self, members: list[Member], extra_size: int, records: float, *, is_shared: bool
@@ -137,7 +139,9 @@ class ClippedSum:
 
     def collect(self, source: GradientSource, layout: Layout) -> int:
         """Add the batch's sum to ``layout``; returns the number of records."""
-        return source.add_clipped_sum(layout.named, self.max_grad_norm, layout.pieces)
+        return source.add_clipped_sum(
+            layout.named, self.max_grad_norm, layout.pieces, beta=layout.beta
+        )
 
     def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:
         """Add noise with each group's own z (``smallest``: the smallest), and divide by B. Without
@@ -313,8 +317,9 @@ class Release:
         if draws is not None and draws.draw != self._pending_draw:
             # parts of another draw never join this one
             self._is_pending, self._pending_draw = False, draws.draw
-        if not self._is_pending:
-            layout.buffer.zero_()
+        layout.beta = float(self._is_pending)
+        if not self._is_pending:  # the gradient is replaced
+            layout.buffer[len(layout.gradient) :].zero_()
             self._is_pending, self._pending_records = True, 0
         records = self.query.collect(self.source, layout)
         self._pending_records += records

@@ -133,8 +133,8 @@ def use_noise_twice(patch):
 def leave_a_layer_unclipped(patch):
     add = contributions.Tokens.add_sum
 
-    def unclipped(self, factor, out):
-        add(self, torch.ones_like(factor), out)
+    def unclipped(self, factor, *out):
+        add(self, torch.ones_like(factor), *out)
 
     patch.setattr(contributions.Tokens, "add_sum", unclipped)
 

@@ -30,14 +30,14 @@ class OnTheLine(HooksGradientSource):
         super().__init__()
         self.records, self.rate = records, rate
 
-    def add_clipped_sum(self, named, max_grad_norm, out, *, scale=None, second_moment=None):
+    def add_clipped_sum(self, named, clip, out, *, scale=None, second_moment=None, beta=1.0):
         ((_, theta),), (o,) = named, out
         half = torch.full_like(theta, self.records / 2)
         above, below = half, half
         if self.rate < 1:
             above, below = (torch.binomial(half, half.new_tensor(self.rate)) for _ in range(2))
         place, side = theta.detach(), 1 / math.sqrt(CURVATURE)
-        o.add_(CURVATURE * ((above + below) * place - (above - below) * side))
+        o.mul_(beta).add_(CURVATURE * ((above + below) * place - (above - below) * side))
         if second_moment is not None:
             squares = above * (place - side).square() + below * (place + side).square()
             second_moment.add_(CURVATURE**2 * squares)

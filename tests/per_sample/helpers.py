@@ -32,11 +32,11 @@ def trained(net):
 
 
 def sum_of(source, net, clip, **options):
-    """The clipped sum of the last backward pass, with the pass forgotten."""
+    """The clipped sum of the last backward pass, with the pass forgotten; it replaces NaN."""
     named = trained(net)
     dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
-    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
-    source.add_clipped_sum(named, clip, out, **options)
+    out = [torch.full((p.numel(),), math.nan, dtype=dtype, device=p.device) for _, p in named]
+    source.add_clipped_sum(named, clip, out, beta=0.0, **options)
     source.discard([p for _, p in named])
     return torch.cat(out)
 

@@ -299,8 +299,8 @@ def test_empty_batches_add_nothing(mode, is_vouched):
         source = SOURCES[mode](net, assume_independent=is_vouched)
         usual.loss(net, *(data if is_vouched else delivered(*data, shown=3))).backward()
         named = list(net.named_parameters())
-        out = [torch.zeros(p.numel()) for _, p in named]
+        out = [torch.ones(p.numel()) for _, p in named]
         assert source.norms(named).shape == (0,)
-        assert source.add_clipped_sum(named, 1.0, out) == 0
+        assert source.add_clipped_sum(named, 1.0, out, beta=0.0) == 0
         assert not torch.cat(out).any()
         source.remove()

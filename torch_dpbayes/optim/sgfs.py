@@ -334,6 +334,7 @@ class FisherSum(ClippedSum):
             layout.pieces,
             scale=self.scale,
             second_moment=self.second_moment(layout),
+            beta=layout.beta,
         )
 
     def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:

@@ -37,8 +37,10 @@ class Contribution(ABC):
         """
 
     @abstractmethod
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """out[p] += Σ_i factor_i·g_i; ``out`` is flat and has the type of ``factor``."""
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+        """out[p] ← beta·out[p] + Σ_i factor_i·g_i, where beta is 0 or 1, and 0 ignores what is in
+        ``out``, which is flat and has the type of ``factor``.
+        """
 
     @abstractmethod
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -60,10 +62,10 @@ class PerRecord(Contribution):
         rows = self._rows.values()
         return joined([torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in rows])
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         for p, g in self._rows.items():
-            if p in out:
-                out[p].addmv_(in_type(g, factor.dtype).T, factor)
+            if (found := out.get(p)) is not None:
+                found.addmv_(in_type(g, factor.dtype).T, factor, beta=beta)
 
     def per_record(self) -> dict[Tensor, Tensor]:
         return self._rows
@@ -183,27 +185,25 @@ class Outer(Product):
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        if not self._is_split:
-            self._add_some(out, self.backprops, self.inputs, factor)
-            return
-        for some in pieces(self.backprops[0].numel(), self.backprops, self.inputs, factor):
-            self._add_some(out, *some)
-
-    def _add_some(self, out: Mapping[Tensor, Tensor], g: Tensor, a: Tensor, factor: Tensor) -> None:
-        g = weighted(g, factor)
-        if g.dim() > 2:
-            g, a = g.flatten(0, -2), a.flatten(0, -2)
-        if self.weight is not None and (weight := out.get(self.weight)) is not None:
-            weight = weight.view(self.weight.shape)
-            weight = weight.t() if self.is_transposed else weight
-            if not self._is_split or g.dtype != torch.float32:
-                weight.addmm_(g.t(), in_type(a, g.dtype))
-            else:  # the factors in g stay exact
-                for term in split(g):
-                    weight.add_(arithmetic.product(term.t(), a))
-        if self.bias is not None and (bias := out.get(self.bias)) is not None:
-            bias.add_(g.sum(0))
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+        whole = self.backprops, self.inputs, factor
+        numbers = self.backprops[0].numel()
+        for g, a, weights in pieces(numbers, *whole) if self._is_split else (whole,):
+            g = weighted(g, weights)
+            if g.dim() > 2:
+                g, a = g.flatten(0, -2), a.flatten(0, -2)
+            if self.weight is not None and (weight := out.get(self.weight)) is not None:
+                weight = weight.view(self.weight.shape)
+                weight = weight.t() if self.is_transposed else weight
+                if not self._is_split or g.dtype != torch.float32:
+                    weight.addmm_(g.t(), in_type(a, g.dtype), beta=beta)
+                else:  # the factors in g stay exact
+                    begun(weight, beta)
+                    for term in split(g):
+                        weight.add_(arithmetic.product(term.t(), a))
+            if self.bias is not None and (bias := out.get(self.bias)) is not None:
+                begun(bias, beta).add_(g.sum(0))
+            beta = 1.0
 
     def per_record(self) -> dict[Tensor, Tensor]:
         a, g = self.widened()
@@ -305,10 +305,10 @@ class Tokens(Contribution):
         squares = torch.zeros(self._number, dtype=norms.dtype, device=norms.device)
         return squares.index_add_(0, self._records, norms.square()).sqrt_()
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         if self.weight in out:
             rows = weighted(self.rows, factor[self._records])
-            out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
+            begun(out[self.weight], beta).view(self.weight.shape).index_add_(0, self.tokens, rows)
 
     def per_record(self) -> dict[Tensor, Tensor]:
         g = self.rows.view(self._number, -1, self.rows.shape[1])
@@ -365,8 +365,8 @@ class Tied(Product):
         self.linear.keep_only(keep)
         self.tokens.keep_only(keep)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self.linear.add_sum(factor, out)
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+        self.linear.add_sum(factor, out, beta)
         self.tokens.add_sum(factor, out)
 
 
@@ -439,6 +439,11 @@ def _first_places(tokens: Tensor) -> Tensor:
 def _lost_in_squares(t: Tensor) -> float:
     """An upper bound of the norm of a row of ``t`` whose squares underflow."""
     return math.sqrt(t.shape[-1]) * (1.5e-154 if t.dtype == torch.float64 else 1.1e-19)
+
+
+def begun(out: Tensor, beta: float) -> Tensor:
+    """``out`` for a sum that begins, if ``beta`` is 0, or continues."""
+    return out if beta else out.zero_()
 
 
 def weighted(rows: Tensor, factor: Tensor) -> Tensor:

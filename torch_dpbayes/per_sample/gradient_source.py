@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
 from .arithmetic import constant, full_precision, joined
-from .contributions import Contribution, PerRecord, in_type, norms_of
+from .contributions import Contribution, PerRecord, begun, in_type, norms_of
 from .followed import Batch, Followed
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
@@ -102,6 +102,7 @@ class GradientSource(ABC):
         *,
         scale: Tensor | None = None,
         second_moment: Tensor | None = None,
+        beta: float = 1.0,
     ) -> int:
         """Add the last backward pass' Σ_i g_i·min(1, C/‖g_i‖₂) to ``out``.
 
@@ -117,6 +118,7 @@ class GradientSource(ABC):
             second_moment: a tensor to which Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d ×
                 d) is added. One record moves the former by at most C² in Euclidean norm, the latter
                 by at most C² in Frobenius norm.
+            beta: 0.0 to replace what is in ``out``, instead of adding to it.
 
         Returns:
             The number of records in the batch. It depends on the data: it must not leave the
@@ -128,12 +130,14 @@ class GradientSource(ABC):
         """
         parts = self._checked(named_parameters)
         if self.is_empty:
+            if not beta:
+                torch._foreach_zero_(list(out))
             return 0
         sums: dict[Tensor, Tensor] = {}
         for (_, p), found in zip(named_parameters, out, strict=True):
             sums[p] = found
         with full_precision(out[0].device):
-            return add_clipped(parts, max_grad_norm, sums, scale, second_moment)
+            return add_clipped(parts, max_grad_norm, sums, scale, second_moment, beta)
 
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
@@ -253,6 +257,7 @@ def add_clipped(
     out: Mapping[Tensor, Tensor],
     scale: Tensor | None = None,
     second_moment: Tensor | None = None,
+    beta: float = 1.0,
 ) -> int:
     """Add Σ_i clip(g_i) of some records to ``out``, a flat tensor for each parameter; returns how
     many records they are.
@@ -260,7 +265,8 @@ def add_clipped(
     if max_grad_norm < _WIDE_BELOW and next(iter(out.values())).dtype != torch.float64:
         wide = {p: torch.zeros_like(o, dtype=torch.float64) for p, o in out.items()}
         count = add_clipped(parts, max_grad_norm, wide, scale, second_moment)
-        torch._foreach_add_(list(out.values()), list(wide.values()))
+        for p, o in out.items():
+            begun(o, beta).add_(wide[p])
         return count
     is_full = second_moment is not None and second_moment.dim() > 1
     if scale is not None or is_full:
@@ -290,7 +296,7 @@ def add_clipped(
             part.keep_only(kept)
     in_sum = in_type(factor, next(iter(out.values())).dtype)
     for part in parts:
-        part.add_sum(in_sum, out)
+        part.add_sum(in_sum, out, beta)
     if second_moment is not None and is_full:
         rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
         clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)

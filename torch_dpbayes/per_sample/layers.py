@@ -31,6 +31,7 @@ from .contributions import (
     PerRecord,
     Product,
     Tokens,
+    begun,
     beside,
     in_type,
     outer,
@@ -103,8 +104,11 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     for inputs, g in calls:
         gradients: dict[Tensor, Tensor] = {}
         if weight is not None:
-            normal = KINDS[type(module)].run(module, in_type(inputs, g.dtype), None, None)
-            gradients[weight] = summed(normal.mul_(g))
+            found = []
+            for some, of_some in pieces(2 * g[0].numel(), inputs, g, is_small=True):
+                normal = KINDS[type(module)].run(module, in_type(some, g.dtype), None, None)
+                found.append(summed(normal.mul_(of_some)))
+            gradients[weight] = beside(found)
         if bias is not None:
             gradients[bias] = summed(g)
         parts.append(PerRecord(gradients))
@@ -153,25 +157,28 @@ class Convolution(Product):
         return gradient
 
     def unfolded(self, inputs: Tensor) -> Tensor:
-        """(records, groups, channels·kernel, positions)."""
+        """A view: (records, channels, kernel, positions), the last two of several dimensions."""
         if any(self.padding):
             inputs = torch._C._nn.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
         dims = len(self.kernel)
         for at, (k, t, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             inputs = inputs.unfold(2 + at, d * (k - 1) + 1, t)[..., ::d]
-        # (records, channels, positions, kernel), the last two of several dimensions
-        view = inputs.movedim([*range(-dims, 0)], [*range(2, 2 + dims)])
-        columns = self.numel // self.shape[0]
-        return view.reshape(len(view), self.groups, columns, -1)
+        # from (records, channels, positions, kernel)
+        return inputs.movedim([*range(-dims, 0)], [*range(2, 2 + dims)])
 
     def _as_linear(self, inputs: Tensor, backprops: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and output gradients of the equivalent linear layer over positions: a row for each
-        record and group, some records at a time.
+        record and group, some records at a time, always in the same memory.
         """
-        positions = backprops[0, 0].numel()
-        numbers = self.numel // self.shape[0] * self.groups * positions  # of the unfolded input
-        for a, g in pieces(numbers, inputs, backprops):
-            u = self.unfolded(a).flatten(0, 1).transpose(1, 2)
+        positions, columns = backprops[0, 0].numel(), self.numel // self.shape[0]
+        numbers = columns * self.groups * positions  # of the unfolded input
+        memory: Tensor | None = None
+        for a, g in pieces(numbers, inputs, backprops, is_small=True):
+            u = self.unfolded(a)
+            if not u.is_contiguous():
+                memory = u.new_empty(u.shape) if memory is None else memory
+                u = memory[: len(a)].copy_(u)
+            u = u.view(len(a) * self.groups, columns, positions).transpose(1, 2)
             yield u, g.reshape(len(u), -1, positions).transpose(1, 2)
 
     def instantiate(self, inputs: Tensor, backprops: Tensor, way: str) -> Iterator[Tensor]:
@@ -190,8 +197,16 @@ class Convolution(Product):
 
     def instantiated(self, inputs: Tensor, backprops: Tensor, way: str) -> dict[Tensor, Tensor]:
         gradients = {}
-        if self.weight is not None:
+        if self.weight is not None and way == "grouped":
             gradients[self.weight] = beside(list(self.instantiate(inputs, backprops, way)))
+        elif self.weight is not None:
+            n, start, (width, *columns) = len(inputs), 0, self.shape
+            shape = n * self.groups, width // self.groups, math.prod(columns)
+            rows = backprops.new_empty(shape)
+            for u, g in self._as_linear(inputs, backprops):
+                torch.bmm(g.transpose(1, 2), u, out=rows[start : start + len(u)])
+                start += len(u)
+            gradients[self.weight] = rows.view(n, -1)
         if self.bias is not None:
             gradients[self.bias] = backprops.flatten(2).sum(2)
         return gradients
@@ -234,18 +249,23 @@ class Convolution(Product):
 
     def _of_gram(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         assert self.weight is not None
-        found = [Outer(self.weight, None, u, g) for u, g in self._as_linear(inputs, backprops)]
-        norms = [part.norm() for part in found]  # this sets part.size, too
-        sizes = [part.size for part in found if part.size is not None]
+        norms, sizes = [], []
+        for u, g in self._as_linear(inputs, backprops):
+            part = Outer(self.weight, None, u, g)
+            norms.append(part.norm())  # this sets its size, too
+            assert part.size is not None
+            sizes.append(part.size)
         norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         g = weighted(self.backprops, factor)
         if self.weight is not None and self.weight in out:
-            out[self.weight].add_(self.weight_gradient(self.inputs.to(g.dtype), g).flatten())
+            begun(out[self.weight], beta).add_(
+                self.weight_gradient(self.inputs.to(g.dtype), g).flatten()
+            )
         if self.bias is not None and self.bias in out:
-            out[self.bias].add_(g.flatten(2).sum(2).sum(0))
+            begun(out[self.bias], beta).add_(g.flatten(2).sum(2).sum(0))
 
 
 def is_reduced(backprops: Tensor) -> bool:
