@@ -205,5 +205,4 @@ _MAKING = {
     *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.tensor),
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
-    Tensor.clone,
 }

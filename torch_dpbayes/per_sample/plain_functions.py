@@ -254,9 +254,10 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
 
 
 def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:
-    """Like ``t[mask] = number``, which vmap refuses."""
+    """``t[mask] = number``, which vmap refuses; None for other writes."""
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
-    if not (is_mask and isinstance(value, int | float) and mask.shape == t.shape[: mask.dim()]):
+    is_number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
+    if not (is_mask and is_number and mask.shape == t.shape[: mask.dim()]):
         return None
     return t.masked_fill_(mask[(..., *[None] * (t.dim() - mask.dim()))], value)
 
