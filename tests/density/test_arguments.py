@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.pyro_models import gaussian, gaussian_rows, weights
 
-from torch_dpbayes.density import RecordDensity, UnfitModel
+from torch_dpbayes.density import RecordDensity, RecordStatistics, UnfitModel
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -17,6 +17,13 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_data_have_to_be_tensors():
     with pytest.raises(TypeError):
         RecordDensity(gaussian_rows, (np.zeros((4, 2)),))
+
+
+def test_data_have_to_be_dense():
+    with pytest.raises(UnfitModel, match="dense"):
+        RecordDensity(gaussian_rows, (torch.eye(4).to_sparse(),))
+    with pytest.raises(UnfitModel, match="dense"):
+        RecordStatistics(lambda x: x, (torch.eye(4).to_sparse(),))
 
 
 def pairs(k, y):

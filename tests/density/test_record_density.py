@@ -126,6 +126,12 @@ def written_in_place(x, y, seen):
         gaussian(y, mean, scale=scale)
 
 
+def shares(y):
+    law = dist.Multinomial(9, pyro.sample("p", dist.Dirichlet(torch.ones(3))), validate_args=False)
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", law, obs=y)
+
+
 def normal(*shape):
     return torch.randn(COUNT, *shape)
 
@@ -146,6 +152,7 @@ ZOO = {
     "two hidden coins": (two_hidden_coins, lambda: (normal(),)),
     "several dims each row": (several_dims_each_row, lambda: (torch.randn(2, COUNT, 3),)),
     "written in place": (written_in_place, lambda: (normal(3), normal(), torch.arange(COUNT) != 2)),
+    "shares of counts": (shares, lambda: (counts(3),)),
     "complex": (lambda x: gaussian(x.abs(), weights("m")), lambda: (torch.complex(*normal(2).T),)),
 }
 

@@ -91,6 +91,12 @@ def with_number(k, y):
     gaussian(y, weights("m") * abs(k))
 
 
+def with_exposure(x, y):
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Poisson(rate * x), obs=y)
+
+
 def two_kinds(x, g, y):
     gaussian(y, weights("w") * x * g)
 
@@ -151,6 +157,7 @@ UNFIT = {
     "matrix of categories": call(posterior, of_several, torch.randint(3, (N, 2)), Y),
     "whole numbers": call(posterior, with_number, torch.randint(9, (N,)), Y),
     "complex": call(posterior, with_number, X[:, 0] * 1j, Y),
+    "rates below 0": call(posterior, with_exposure, Y + 1, Y),
     "no records": call(posterior, logistic, X[:0], Y[:0]),
     "all constant": of_logistic(constant_columns=[0, 1]),
     "lengths": call(sufficient_statistics, beta_bernoulli(), Y, Y[:3]),

@@ -148,6 +148,8 @@ AT = torch.tensor([0, 1])
 WRITE = {  # each into memory of which torch does not say that several records share it
     "index": lambda t, x: t.__setitem__((slice(None), AT), x[:, :2]),
     "mask": lambda t, x: t.masked_fill_(x > 0, 3.0),
+    "entries": lambda t, x: t.__setitem__(x > 0, 3.0),
+    "rows": lambda t, x: t.T.__setitem__(x[0] > 0, x.mean()),
 }
 SHARED = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
 

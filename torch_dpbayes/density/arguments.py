@@ -28,7 +28,9 @@ ROWS_ONLY = (
 def aligned(tensor: Tensor) -> Tensor:
     """``tensor`` at an aligned address: at others, products may be rounded differently."""
     own = tensor.detach()
-    return own if own.layout != torch.strided or own.data_ptr() % 16 == 0 else own.clone()
+    if own.layout != torch.strided:
+        raise UnfitModel("an argument is a sparse or nested tensor: pass x.to_dense().")
+    return own if own.data_ptr() % 16 == 0 else own.clone()
 
 
 def full_vectors(count: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
-from ..density.pyro_runs import using_pyro
+from ..density.pyro_runs import UnfitModel, first_line, using_pyro
 from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
@@ -347,6 +347,22 @@ class Setup:
             has_numbers=self.shape is not None,
             num_ones=num_ones(self.categories, self.shape is not None),
         )
+        # before the charge: a model that fails costs nothing
+        start = self.latents.median
+        if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
+            raise ArgumentError(
+                "the run starts at the median of the prior, but the model cannot be evaluated"
+                " there: use a prior that fits the likelihood."
+            )
+        rows = self.assumed_law().rows(_LEAST_SIMULATED, 0)
+        try:
+            self.records.simulate(start, rows, _LEAST_SIMULATED, self.seed_of_records)
+        except Exception as error:
+            raise UnfitModel(
+                "the model cannot simulate records for Gaussian covariates, or for the public"
+                f" ones: {first_line(error)}. Limit numbers in it, as in rate.clamp(min=1e-6), or"
+                " pass covariates=, a public sample."
+            ) from error
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
         """The mean law of the covariates, and draws of the law given the release."""
@@ -389,13 +405,7 @@ class Setup:
             max_grad_norm = check_clip_bound(
                 "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
             )
-        plan, start = self.plan, self.latents.median
-        # before the charge: a prior that fails costs nothing
-        if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
-            raise ArgumentError(
-                "the run starts at the median of the prior, but the model cannot be evaluated"
-                " there: use a prior that fits the likelihood."
-            )
+        plan = self.plan
         self.accountant.compose(plan.event, label=_LABEL)
         mechanism = Mechanism(self.records, self.shape, self.categories)
         transcript = mechanism.covariates(plan)

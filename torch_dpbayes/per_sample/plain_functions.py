@@ -253,6 +253,15 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
     return input if input.dim() == 0 else None
 
 
+def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:
+    """``t[mask] = number``, which vmap refuses; None for other writes."""
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    is_number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
+    if not (is_mask and is_number and mask.shape == t.shape[: mask.dim()]):
+        return None
+    return t.masked_fill_(mask[(..., *[None] * (t.dim() - mask.dim()))], value)
+
+
 def _is_all_true(t: Tensor) -> Tensor:
     """``torch.distributions`` checks all records together and raises an error. Here the values of
     an invalid record are not finite, and count as zero.
@@ -312,6 +321,7 @@ _RECURRENT: tuple[tuple[Any, Any, Callable[..., Any]], ...] = (
     (torch.rnn_relu_cell, torch.rnn_relu, partial(_layer, hidden_fn=rnn.rnn_cell(torch.relu))),
 )
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: _fill,
     torch._is_all_true: _is_all_true,  # noqa: SLF001
     F.embedding: embedding,
     torch.embedding: _table,
