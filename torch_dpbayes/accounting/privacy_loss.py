@@ -77,9 +77,12 @@ def _cut(
 
 def amplified_loss(losses: Array, q: float) -> Array:
     """log(1 - q + q exp(loss)), accurate where it is small and where the exponential overflows."""
-    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
+    near = np.log1p(q * np.expm1(np.minimum(losses, 30.0)))
+    if losses.max(initial=0.0) < 30.0:
+        return near
+    high = np.maximum(losses, 30.0)
     far = high + math.log(q) + np.log1p((1 - q) / q * np.exp(-high))
-    return np.where(losses < 30.0, np.log1p(q * np.expm1(low)), far)
+    return np.where(losses < 30.0, near, far)
 
 
 def unsampled_loss(losses: Array, q: float) -> Array:
