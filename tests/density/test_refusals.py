@@ -19,7 +19,7 @@ from torch_dpbayes.density import RecordDensity, UnfitModel
 from torch_dpbayes.density.arguments import Arguments
 from torch_dpbayes.density.locality import MadeUpRecords
 from torch_dpbayes.density.program import Recorder
-from torch_dpbayes.density.pyro_runs import nearly_equal, without_value_checks
+from torch_dpbayes.density.pyro_runs import agree, nearly_equal, without_value_checks
 from torch_dpbayes.density.structure import find_structure
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -345,6 +345,19 @@ def test_terms_that_are_all_near_0_are_as_uncertain_as_a_logarithm_near_0(shift,
         RecordDensity(partial(model, is_mixing=True), (x, ones))
     zero, most = torch.zeros(1, dtype=dtype), torch.full((1,), 1e-3, dtype=dtype)
     assert not nearly_equal(most, zero, rounding=1.0)  # however much there is
+
+
+def test_rounding_of_either_function_excuses_a_difference_near_0():
+    theta = torch.randn(9)
+
+    def exact(theta):
+        return 1e-8 * theta
+
+    def rounded(theta, apart=0.0):
+        return (1e-8 * theta + 1e4) - 1e4 + apart
+
+    assert agree(exact, rounded, theta) and agree(rounded, exact, theta)
+    assert not agree(exact, partial(rounded, apart=1e-8), theta)
 
 
 def of_large_means(x, y):
