@@ -147,21 +147,16 @@ def two_releases(q, z, epsilon):
 
 
 @pytest.mark.parametrize(
-    ("rate", "noise", "delta", "excess"),
-    [
-        (1e-7, 0.412, 3.8e-13, 1e-3),
-        (1e-3, 0.7, 1e-7, 1e-3),
-        (3.06e-5, 0.486, 1.817e-5, 1e-3),
-        (2.0265e-4, 0.46, 2.593e-4, 1e-2),
-    ],
+    ("rate", "noise", "delta"),
+    [(1e-7, 0.412, 3.8e-13), (1e-3, 0.7, 1e-7), (3.06e-5, 0.486, 1.817e-5)],
 )
 @pytest.mark.filterwarnings("ignore::scipy.integrate.IntegrationWarning")
-def test_two_rare_releases_against_an_integral(rate, noise, delta, excess):
+def test_two_rare_releases_against_an_integral(rate, noise, delta):
     found = bounds.upper_epsilon({Sampled("directed", rate, noise): 2}, delta)
     truth = optimize.brentq(
         lambda e: math.log(two_releases(rate, noise, e) / delta), found / 1.2, found * 1.2
     )
-    assert truth * (1 - 1e-7) <= found <= truth * (1 + excess)
+    assert truth * (1 - 1e-7) <= found <= truth * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("share", [3e-3, 2e-2])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from multiprocessing import util
@@ -104,17 +105,20 @@ def test_threads_share_one_accountant(path):
 def test_a_fork_in_the_middle_of_another_threads_charge(path):
     """SQLite in the child would find locks of a thread that it does not have."""
     parent = PrivacyAccountant(30.0, DELTA, path=path)
-    stop, charged = threading.Event(), []
+    stop, going, charged = threading.Event(), threading.Event(), []
 
     def work():
-        while not stop.is_set():
+        while going.wait() and not stop.is_set():
             parent.compose(GaussianDpEvent(1e3)).close()
             charged.append(1)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for _ in range(4):
+        for number in range(4):
+            going.set()
+            while len(charged) <= number:
+                time.sleep(0.001)
             child = os.fork()
             if child == 0:
                 code = 1
@@ -124,9 +128,11 @@ def test_a_fork_in_the_middle_of_another_threads_charge(path):
                     code = 0
                 finally:
                     os._exit(code)
+            going.clear()  # who charges without a pause leaves others no lock
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         stop.set()
+        going.set()
         thread.join()
     assert counted(path) == len(charged) + 4
 

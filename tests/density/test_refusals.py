@@ -19,7 +19,7 @@ from torch_dpbayes.density import RecordDensity, UnfitModel
 from torch_dpbayes.density.arguments import Arguments
 from torch_dpbayes.density.locality import MadeUpRecords
 from torch_dpbayes.density.program import Recorder
-from torch_dpbayes.density.pyro_runs import nearly_equal, without_value_checks
+from torch_dpbayes.density.pyro_runs import agree, nearly_equal, without_value_checks
 from torch_dpbayes.density.structure import find_structure
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -324,8 +324,9 @@ def test_a_term_that_nearly_cancels_is_as_uncertain_as_the_others():
     made_up.require_local(lambda theta, rows: made_up.terms(theta, rows) - 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shift", [-8.0, 20.0, -30.0])
+@pytest.mark.parametrize(
+    ("shift", "dtype"), [(-8.0, torch.float32), (20.0, torch.float32), (-30.0, torch.float64)]
+)
 def test_terms_that_are_all_near_0_are_as_uncertain_as_a_logarithm_near_0(shift, dtype):
     """Terms of 1e-9 have no digits beside the 1 that they are the logarithm of; Pyro's gradients
     have none beside probabilities of 1. And what moves them by more is no rounding.
@@ -344,6 +345,19 @@ def test_terms_that_are_all_near_0_are_as_uncertain_as_a_logarithm_near_0(shift,
         RecordDensity(partial(model, is_mixing=True), (x, ones))
     zero, most = torch.zeros(1, dtype=dtype), torch.full((1,), 1e-3, dtype=dtype)
     assert not nearly_equal(most, zero, rounding=1.0)  # however much there is
+
+
+def test_rounding_of_either_function_excuses_a_difference_near_0():
+    theta = torch.randn(9)
+
+    def exact(theta):
+        return 1e-8 * theta
+
+    def rounded(theta, apart=0.0):
+        return (1e-8 * theta + 1e4) - 1e4 + apart
+
+    assert agree(exact, rounded, theta) and agree(rounded, exact, theta)
+    assert not agree(exact, partial(rounded, apart=1e-8), theta)
 
 
 def of_large_means(x, y):
