@@ -218,6 +218,11 @@ def test_layers_are_frozen_and_unfrozen():
         net[0].requires_grad_(not is_frozen)
         train(net, optimizer, loader)
         assert torch.equal(net[0].weight, frozen) == is_frozen
+    loss = entropy(net, *next(iter(loader)))
+    frozen = net[0].requires_grad_(False).weight.clone()
+    loss.backward()
+    optimizer.step()
+    assert torch.equal(net[0].weight, frozen)
     other = mlp()
     other[0].requires_grad_(False)
     net, optimizer, loader = made(other)
