@@ -310,8 +310,10 @@ def test_second_moments_of_a_user_count_too():
 
 @pytest.mark.parametrize(("most", "rate"), [(1, 3 / 3), (2, 3 / 5), (3, 3 / 7)])
 def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
-    loader = private(batch_size=3, user_ids=IDS, records_per_user=most)[2]
+    _, optimizer, loader = private(batch_size=3, user_ids=IDS, records_per_user=most)
     assert loader.sample_rate == pytest.approx(rate)
+    # N counts at most k records of each user: a user's other records change no public constant
+    assert (optimizer.expected_batch_size, optimizer.num_data) == pytest.approx((3, 3 / rate))
     with pytest.raises(ValueError, match="user_ids= again"):  # of records, whose users would show
         private(data_loader=loader)
     again = private(data_loader=loader, **TWO_OF_A_USER)[2]

@@ -294,12 +294,14 @@ class Output:
 def test_outputs_of_dataclasses_and_dictionaries(mode):
     def function(net, x):
         logits = net.layer(x)
-        return Output(logits, {"both": [(logits, logits.square())], "name": "fine"})
+        whole = {"label": logits.argmax(-1), "mask": logits > 0}  # not floating-point numbers
+        return Output(logits, {"both": [(logits, logits.square())], "name": "fine", **whole})
 
     def loop(net, x, y):
         out = net(x)
         assert out.more["name"] == "fine"
-        return entropy(out.logits, y) + 0.1 * out.more["both"][0][1].mean()
+        squares = out.more["both"][0][1] * out.more["mask"]
+        return entropy(out.logits, y) + 0.1 * squares.mean()
 
     run(zoo.Of(function, layer=mlp()), loop, grad_sample_mode=mode)
 

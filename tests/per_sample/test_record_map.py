@@ -332,6 +332,9 @@ REFUSED = {
     "segments of any length": lambda h: (
         h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)
     ),
+    "segments by offsets": lambda h: (
+        h + torch.segment_reduce(h.detach()[0], "sum", offsets=(h[0, :2] > 0).long() * 7)[0]
+    ),
     "place of a number among others": lambda h: h + torch.searchsorted(h[0, 0], h[0, 1]),
     "the same by its operator": lambda h: (
         h + torch.ops.aten.searchsorted(sorted_sequence=h[0], self=h[0])

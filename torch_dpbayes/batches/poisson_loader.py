@@ -196,7 +196,7 @@ class PoissonLoader(DPDataLoader):
     collate_fn = property(lambda self: self.__dict__["collate_fn"], _refuse)
     sample_rate = property(lambda self: self.sampler_of_draws.sample_rate, _refuse)
     expected_batch_size = property(
-        lambda self: self.sample_rate * self.sampler_of_draws.num_samples
+        lambda self: self.sample_rate * self.sampler_of_draws.counted_records
     )
 
     # keeps track of draws and deliveries

@@ -227,6 +227,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
         self._begin()
 
     num_samples = property(attrgetter("_num_data"))  # Opacus' name
+    counted_records = property(attrgetter("_num_data"))  # the optimizer's N
     sample_rate = property(attrgetter("_sample_rate"))
     steps = property(attrgetter("_steps"))  # batches of a pass
     generator = property(attrgetter("_user_generator"))  # None: no caller's generator

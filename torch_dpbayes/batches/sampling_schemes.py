@@ -244,6 +244,7 @@ class UserSampler(PoissonSampler):
         super().__init__(*settings)
 
     users = property(attrgetter("_users"))
+    counted_records = property(attrgetter("_users.counted_records"))  # at most k of each user
 
     def _options(self) -> dict[str, Any]:
         return {"users": self._users}

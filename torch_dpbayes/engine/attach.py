@@ -259,7 +259,7 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
                     "this loader draws users, and without user_ids= only records would be"
                     " protected: pass user_ids= again, or a new DataLoader"
                 )
-            rate *= draws.users.counted_records / len(records)
+            rate *= draws.counted_records / len(records)
         is_plain = settings.sampling == "poisson" and settings.max_batch_size is None
         if is_plain and settings.user_ids is None:
             return PoissonLoader(data_loader, rate, ranks)

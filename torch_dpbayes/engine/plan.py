@@ -308,7 +308,7 @@ class Run:
         given: dict[str, Any] = {
             "max_grad_norm": self.settings.max_grad_norm,
             "noise_multiplier": noise_multiplier,
-            "num_data": self.draws.num_samples,
+            "num_data": self.draws.counted_records,
             "expected_batch_size": self.loader.expected_batch_size,
         }
         stated = {name: value for name, value in given.items() if value is not None}

@@ -25,7 +25,7 @@ from .derived import holds_records
 from .followed import Batch, Followed, is_constant
 from .gradient_source import COPIED
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import CannotBeMapped, without_values
+from .record_map import CannotBeMapped, OutsideTensor, without_values
 
 if TYPE_CHECKING:
     from .bookkeeping import BookkeepingGradientSource
@@ -154,6 +154,8 @@ class MappedForward(ReplacedForward):
                 raise
             for t in _followed_in(args, kwargs):  # no second try: one record may cause the error
                 t._batch.refusal = t._batch.refusal or "the forward pass failed"
+            if isinstance(error, OutsideTensor) and error.tensor in set(self.module.parameters()):
+                raise StepError(COPIED, code="model-copied") from None
             if isinstance(error, DPBayesError) or not isinstance(error, (IndexError, RuntimeError)):
                 raise
             raise CannotBeMapped(without_values(error)) from None

@@ -540,7 +540,8 @@ class _Operation:
         try:
             # gradients of each record's own loss, for the model's leaves only, by the engine
             # itself: torch's checks of shapes take as long as a small backward pass
-            given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, (*batch.leaves,)
+            leaves = tuple([t for t in batch.leaves if t.requires_grad])  # some were frozen since
+            given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, leaves
             _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
         finally:
             batch.close()

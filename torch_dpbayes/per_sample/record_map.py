@@ -525,8 +525,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         )
     if func is F.embedding and kwargs.get("max_norm") is not None:
         raise CannotBeMapped("max_norm changes its table in place, in every pass: leave it out")
-    if func is torch.segment_reduce and kwargs.get("unsafe"):
-        raise CannotBeMapped("segment_reduce(unsafe=True) may read other records: leave it out")
+    if func is torch.segment_reduce and {"unsafe", "offsets"} & kwargs.keys():  # without a check
+        raise CannotBeMapped("segment_reduce may read other records: pass data, reduce, lengths=")
     if func in LOOKS and is_of_records(args[0]):
         raise CannotBeMapped(f"it reads a number from the records ({name}): compute with tensors")
     # a custom function, or one inside it, may define its own rule for whole batches
