@@ -18,6 +18,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from support.pyro_models import (
     gaussian,
     singular_where_made_up,
+    slogdet_raises,
     weights,
     with_and_without_a_record_that_fails,
 )
@@ -293,10 +294,7 @@ def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records(monkeypatc
         monkeypatch.setattr(density._terms, "_few", fails)
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
-    reason="torch 2.12 gives NaN as the derivative of slogdet at 0, where 2.14 raises",
-)
+@slogdet_raises
 def test_no_record_decides_whether_there_are_gradients():
     theta = torch.tensor([-30.0])
     datas = with_and_without_a_record_that_fails()

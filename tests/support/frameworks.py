@@ -35,14 +35,16 @@ def moves_nothing(run, engine, net, is_told=True):
     assert len(engine.accountant) == 0
 
 
-_POSSIBLE = "lightning.fabric.utilities.warnings.PossibleUserWarning"
 LIGHTNING_WARNS = [
-    pytest.mark.filterwarnings(f"ignore:{text}:{category}")
+    pytest.mark.filterwarnings(f"ignore:{text}:{category}")  # UserWarning or one of its kinds
     for text, category in (
         (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "FutureWarning"),  # its own use
         (r"Starting from v1\.9\.0, `tensorboardX` has been removed", "UserWarning"),  # its logger
-        (r"The number of training batches \(4\) is smaller than the logging interval", _POSSIBLE),
-        (r"The 'train_dataloader' does not have many workers", _POSSIBLE),
-        (r"GPU available but not used\.", _POSSIBLE),
+        (
+            r"The number of training batches \(4\) is smaller than the logging interval",
+            "UserWarning",
+        ),
+        (r"The 'train_dataloader' does not have many workers", "UserWarning"),
+        (r"GPU available but not used\.", "UserWarning"),
     )
 ]
