@@ -200,14 +200,15 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         if found > 0 and fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             again, fine = ask(reverse)
             found = min(found, again)
-        if delta is not None and len(levels) > pairs.EXACT_LEVELS and 0 < found < math.inf:
+        grid_decides = delta is not None and not is_cut and 0 < found < math.inf
+        if grid_decides and len(levels) > pairs.EXACT_LEVELS:
             # few large losses may have misled the choice of the grid
             if (excess := fine.excess_of_grid(found)) > _OF_MANY:
                 fineness = math.sqrt(3 * excess / _OF_MANY)
                 accuracy = ACCURACY / (2 if len(levels) > _MANY else 1)
                 again, fine = ask(reverse, accuracy=accuracy, fineness=fineness)
                 found = min(found, again)
-        if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
+        if grid_decides and found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon
                 found = _vanishing_epsilon(levels, delta, found, reverse)
         if math.isnan(found):
