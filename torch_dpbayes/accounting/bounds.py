@@ -66,8 +66,7 @@ _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # largest width of a cell, relative to epsilon
 _VANISHING = 1e-3  # target for the relative excess if epsilon is far below the losses
 _FINER = 8.0  # ratio of consecutive grids that are tried for it
-_MANY = 1500  # more different releases than this may get a finer grid of mixtures
-_OF_MANY = 3e-3  # above this relative excess of the grid they get it
+_OF_MANY = 3e-3  # many different releases get a finer grid above this relative excess
 _RARE = 0.01  # largest sum of added losses, about the sum of all rates
 _CUT, _LARGEST_CUT = 0.25, 64.0  # first and largest tried cut, relative to epsilon
 _THREE = 1e-4  # largest share of delta for three losses above the cut
@@ -205,8 +204,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
             # few large losses may have misled the choice of the grid
             if (excess := fine.excess_of_grid(found)) > _OF_MANY:
                 fineness = math.sqrt(3 * excess / _OF_MANY)
-                accuracy = ACCURACY / (2 if len(levels) > _MANY else 1)
-                again, fine = ask(reverse, accuracy=accuracy, fineness=fineness)
+                again, fine = ask(reverse, fineness=fineness)
                 found = min(found, again)
         if grid_decides and found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon

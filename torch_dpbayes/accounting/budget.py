@@ -219,7 +219,7 @@ class Budget:
         limits = renyi.allowed(epsilon, delta, orders) - _ROUND_OFF
         if filter is not None:
             orders, limits = (math.inf,), np.array([filter.limit]) * (1 - _ROUND_OFF)
-        self._orders, self._limits = orders, limits
+        self._orders, self._limits, self._of_costs = np.array(orders), limits, (orders, filter)
         self._exact: set[Pair] = set()  # the first releases, whose costs are not rounded
         self._spent = np.zeros(len(self._orders) + 1)
         # all charges and all held releases together fit the budget
@@ -251,9 +251,9 @@ class Budget:
         """The cost of one release in the unit of the limits, and its probability of failure."""
         if self.filter is None and pair not in self._exact:
             if len(self._exact) >= _EXACT_COSTS:
-                return _cost(pair, self._orders, None, is_exact=False)
+                return _cost(pair, *self._of_costs, is_exact=False)
             self._exact.add(pair)
-        return _cost(pair, self._orders, self.filter)
+        return _cost(pair, *self._of_costs)
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Budget:
         if failed := float(spent[-1]) * (1 + _ROUND_OFF):
             if not failed < left:
                 return False
-            limits = limits + math.log((left - failed) / left) / (np.array(self._orders) - 1)
+            limits = limits + math.log((left - failed) / left) / (self._orders - 1)
         return bool((spent[:-1] <= limits).any())
 
     def _bound(self, counts: Counts) -> float:
