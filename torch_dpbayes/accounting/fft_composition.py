@@ -118,12 +118,21 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
 
 
 def _transform(
-    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, mixed: bool
+    window: Window,
+    size: int,
+    levels: Mapping[Pair, int],
+    reverse: bool,
+    tail: float,
+    mixed: Mixtures | bool,
 ) -> Transform:
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(4))
-    sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
+    sampled, others = scattered_of(levels) if mixed is True else ([], dict(levels))
     near, found = window.near._replace(tilt=window.tilt), None
+    if isinstance(mixed, Mixtures):
+        found = _transform_of_mixtures(mixed, window, size, reverse, tail)
+        if found is None:
+            raise OverflowError(BEYOND)
     while sampled and found is None:
         if (groups := mixtures(sampled, near)) is None:
             others = dict(levels)
@@ -221,7 +230,7 @@ class Composition:
         levels: Mapping[Pair, int] | Transform,
         reverse: bool,
         tail: float,
-        mixed: bool = True,
+        mixed: Mixtures | bool = True,
     ) -> None:
         self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
         self._first = math.floor(window.lower / window.interval) - 2
