@@ -139,11 +139,12 @@ def calibration(has_others: bool, limit: float) -> None:
             print(f"  {who:<18} {found}", flush=True)
 
 
-def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
-    """By how much ``epsilon`` at DELTA is above the true one, relative.
+def scattered_excess(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
+    """By how much ``epsilon`` at DELTA is above the true one, relative; NaN: not settled.
 
-    A release's cumulant is smooth in the logarithms of noise and rate: that of all is their
-    interpolation from so many Chebyshev points.
+    Up to 2,000 releases are taken one by one. A release's cumulant is smooth in the logarithms of
+    noise and rate: that of more is their interpolation from Chebyshev points, as many as are needed
+    for two results that agree.
     """
 
     def interpolated(values: Any, number: int) -> tuple[Any, Any]:
@@ -155,16 +156,27 @@ def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> flo
         basis = np.cos(np.outer(np.arccos(np.clip(u, -1, 1)), k))
         return np.exp((np.cos(angle) * (high - low) + low + high) / 2), basis @ of_nodes
 
-    noises, of_noise = interpolated(noise, 16)
-    rates, of_rate = interpolated(rate, 12)
-    weights = of_noise.T @ of_rate
-    laws = [
-        (partial(of_poisson, float(q), float(z), replace), float(weights[i, j]))
-        for i, z in enumerate(noises)
-        for j, q in enumerate(rates)
-    ]
-    delta, slope, _ = truth(laws, 0.0, epsilon)
-    return math.log(DELTA / delta) / slope / epsilon
+    def excess(releases: Iterable[tuple[float, float, float]]) -> float:
+        laws = [(partial(of_poisson, q, z, replace), weight) for q, z, weight in releases]
+        delta, slope, _ = truth(laws, 0.0, epsilon)
+        return math.log(DELTA / delta) / slope / epsilon if delta > 0 and slope > 0 else math.nan
+
+    if len(noise) <= 2000:
+        return excess((q, z, 1.0) for q, z in zip(rate.tolist(), noise.tolist(), strict=True))
+    before = math.nan
+    for number in (12, 16, 22, 30):
+        noises, of_noise = interpolated(noise, number)
+        rates, of_rate = interpolated(rate, number)
+        weights = of_noise.T @ of_rate
+        found = excess(
+            (float(q), float(z), float(weights[i, j]))
+            for i, z in enumerate(noises)
+            for j, q in enumerate(rates)
+        )
+        if abs(found - before) < 1e-4:
+            return found
+        before = found
+    return math.nan
 
 
 def scattered(number: int, replace: bool) -> None:
@@ -180,7 +192,7 @@ def scattered(number: int, replace: bool) -> None:
     charged = time.process_time() - clocks[1]
     epsilon = accountant.get_epsilon(DELTA)
     wall, busy = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
-    excess = scattered_truth(noise, rate, replace, epsilon)
+    excess = scattered_excess(noise, rate, replace, epsilon)
     print(
         f"{number:7} pairs, {neighboring:18} epsilon {epsilon:9.4f}  excess {excess:7.3%} "
         f" {busy:6.1f} s of a processor ({charged:.1f} of them charging), {wall:6.1f} s",
@@ -201,7 +213,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.scattered:
-        for number in (2_000, 10_000, 100_000):
+        for number in (500, 2_000, 10_000, 100_000):
             for replace in (False, True):
                 scattered(number, replace)
         return
