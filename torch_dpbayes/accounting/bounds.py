@@ -61,7 +61,7 @@ MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # replaces larger values, so that root finding can interpolate
 _ROUGH = 1e-2  # accuracy of a first bound; for many releases a fifth of it is tried, too
 _LOWER_RATIO = 1.005
-_MOST_CUT = 256  # losses of more different releases are cut as those of mixtures
+_MOST_CUT = 640  # losses of more different releases are cut as those of mixtures
 # above these shares of delta, and of epsilon, a cut is tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # largest width of a cell, relative to epsilon
@@ -200,13 +200,19 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         (found, fine), is_cut = ask(reverse, is_pilot=cuts), False
         near = fine.window.near
         at = found if epsilon is None else epsilon
+        excess = fine.excess_of_grid(at) if 0 < at < math.inf else 0.0
         if cuts and 0 < at < math.inf:
             coarse = fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF
-            if coarse or (len(levels) > pairs.EXACT_LEVELS and fine.excess_of_grid(at) > _OF_MANY):
+            if coarse or (len(levels) > pairs.EXACT_LEVELS and excess > _OF_MANY):
                 before, found = found, by_cut(found, near, reverse)
                 is_cut = found < before
-        if found > 0 and fine.interval > fine.window.wanted_interval and cuts and not is_cut:
-            again, fine = ask(reverse)
+        if (
+            cuts
+            and not is_cut
+            and fine.interval > fine.window.wanted_interval
+            and excess > ACCURACY
+        ):
+            again, fine = ask(reverse, finest=fine.interval * ACCURACY / excess)
             found = min(found, again)
         grid_decides = delta is not None and not is_cut and 0 < found < math.inf
         if grid_decides and len(levels) > pairs.EXACT_LEVELS:
@@ -248,7 +254,7 @@ def _vanishing_epsilon(
         small = 1 - delta / near.upper_delta(0.0)
         # the error is proportional to interval^2, and at most a quarter of its bound
         is_close = fineness > 1 and before - epsilon <= (_FINER**2 - 1) * _VANISHING * before
-        if is_close or of_grid(fineness) / 4 <= _VANISHING * small:
+        if epsilon == 0 or is_close or of_grid(fineness) / 4 <= _VANISHING * small:
             break
         fineness *= _FINER
     return epsilon
