@@ -173,15 +173,15 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         return answer, found
 
     def by_cut(found: float, near: Near, reverse: bool) -> float:
-        given: tuple[Mapping[Pair, int], Mixtures | None] = levels, None
+        alone, mixed = levels, None
         if len(levels) > _MOST_CUT:
             sampled, others = pairs.scattered_of(levels)
-            if mixed := mixtures(sampled, near._replace(reverse=reverse)):
-                given = others, mixed
+            if (mixed := mixtures(sampled, near._replace(reverse=reverse))) is not None:
+                alone = others
         with suppress(OverflowError):  # losses are too far apart: the bound stays loose
             if epsilon is None:
-                return epsilon_by_cut(*given, delta, found, reverse)
-            return delta_by_cut(*given, epsilon, found, reverse)
+                return epsilon_by_cut(alone, delta, found, reverse, mixed)
+            return delta_by_cut(alone, epsilon, found, reverse, mixed)
         return found
 
     worst, is_cut = math.nan, False
@@ -281,14 +281,14 @@ def _(pair: pairs.Capped, tail: float, interval: float | None = None) -> Nodes:
 
 def epsilon_by_cut(
     levels: Mapping[Pair, int],
-    mixed: Mixtures | None,
     delta: float,
     epsilon: float,
     reverse: bool = False,
+    mixed: Mixtures | None = None,
 ) -> float:
     """An upper bound on epsilon at ``delta`` if one is shown below ``epsilon``, else that."""
     for _ in range(_ATTEMPTS):
-        bound = _cut(levels, mixed, delta, epsilon, reverse)
+        bound = _cut(levels, delta, epsilon, reverse, mixed)
         if bound is None or bound(epsilon) > delta:
             break
         before, low = epsilon, 0.0
@@ -302,14 +302,14 @@ def epsilon_by_cut(
 
 def delta_by_cut(
     levels: Mapping[Pair, int],
-    mixed: Mixtures | None,
     epsilon: float,
     delta: float,
     reverse: bool = False,
+    mixed: Mixtures | None = None,
 ) -> float:
     """An upper bound on delta at ``epsilon`` if one is shown below ``delta``, else that."""
     for _ in range(_ATTEMPTS):
-        if (bound := _cut(levels, mixed, delta, epsilon, reverse)) is None:
+        if (bound := _cut(levels, delta, epsilon, reverse, mixed)) is None:
             break
         before, delta = delta, min(delta, bound(epsilon))
         if delta > _CLOSE * before:
@@ -319,10 +319,10 @@ def delta_by_cut(
 
 def _cut(
     alone: Mapping[Pair, int],
-    mixed: Mixtures | None,
     delta: float,
     epsilon: float,
     reverse: bool,
+    mixed: Mixtures | None,
 ) -> Callable[[float], float] | None:
     """An upper bound on delta at each epsilon, tight near these two; ``None`` if no cut fits."""
     levels: dict[Pair, Any] = dict(alone)
