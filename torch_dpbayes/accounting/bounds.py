@@ -61,7 +61,7 @@ MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # replaces larger values, so that root finding can interpolate
 _ROUGH = 1e-2  # accuracy of a first bound; for many releases a fifth of it is tried, too
 _LOWER_RATIO = 1.005
-_MOST_CUT = 640  # losses of more different releases are cut as those of mixtures
+_MOST_CUT = 512  # losses of more different releases are cut as those of mixtures
 # above these shares of delta, and of epsilon, a cut is tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # largest width of a cell, relative to epsilon
