@@ -114,7 +114,7 @@ def group(rng: np.random.Generator, folder: Path) -> dict[str, int]:
     laws = [one.law(fine=2) for one in drawn if one.law is not None]
     relation = "replace_one" if replace else "add_or_remove_one"
     usual = np.array([float(int(draws.log(2, 3000))) for _ in drawn])
-    planned = PrivacyAccountant(neighboring=relation)  # type: ignore[arg-type]
+    planned = PrivacyAccountant(neighboring=relation)
     for one, n in zip(drawn, usual, strict=True):
         planned.compose(one.event, max(int(n / len(drawn)), 1))
     epsilon = float(planned.get_epsilon(delta) * rng.uniform(0.9, 1.1))
@@ -127,7 +127,7 @@ def group(rng: np.random.Generator, folder: Path) -> dict[str, int]:
     found: list[tuple[int, bool, Array]] = []
     for number in range(EACH):
         path = folder / secrets.token_hex(8) if rng.random() < LEDGERS else None
-        with PrivacyAccountant(epsilon, delta, neighboring=relation, path=path) as accountant:  # type: ignore[arg-type]
+        with PrivacyAccountant(epsilon, delta, neighboring=relation, path=path) as accountant:
             part = sequence(rng, accountant, drawn, usual)
         found += [(number, *row) for row in part]
     sequences, accepted, counts = zip(*found, strict=True)
@@ -163,6 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seed = secrets.randbits(60) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
+    np.seterr(over="ignore", invalid="ignore", divide="ignore")  # what is not settled is left out
     history.History.refuse = refuse  # type: ignore[assignment,method-assign]
     total: dict[str, int] = {}
     i, shown = 0, time.process_time()
