@@ -70,7 +70,8 @@ _FINER = 8.0  # ratio of consecutive grids that are tried for it
 # above this relative excess many different releases are cut, or get a grid up to so much finer
 _OF_MANY, _FINEST = 3e-3, 4.0
 _RARE = 0.01  # largest sum of added losses, about the sum of all rates
-_CUT, _LARGEST_CUT = 0.25, 64.0  # first and largest tried cut, relative to epsilon
+# first and largest tried cut, and one that is far, relative to epsilon
+_CUT, _LARGEST_CUT, _FAR = 0.25, 4096.0, 64.0
 _THREE = 1e-4  # largest share of delta for three losses above the cut
 _MOST_MASS = 5e-4  # above the cut; it increases delta by about the same
 _TILT = 50.0  # largest tilt, times epsilon: a larger one would hide losses about 0
@@ -193,7 +194,8 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
             least = worst if epsilon is None else epsilon
             if least == 0 or most <= least:  # at 0 delta is the total variation: both have the same
                 continue
-            if is_cut and by_cut(worst, near, True) < worst:
+            if is_cut and (found := by_cut(1.05 * worst, near, True)) < 1.05 * worst:
+                worst = max(worst, found)
                 continue
             if any(ask(reverse, accuracy=a, is_pilot=True)[0] <= worst for a in rough):
                 continue
@@ -291,6 +293,8 @@ def epsilon_by_cut(
         bound = _cut(levels, delta, epsilon, reverse, mixed)
         if bound is None or bound(epsilon) > delta:
             break
+        if bound(0.0) <= delta:
+            return 0.0
         before, low = epsilon, 0.0
         while epsilon - low > 1e-6 * epsilon and epsilon > 1e-12 * before:
             middle = (low + epsilon) / 2
@@ -346,7 +350,11 @@ def _cut(
         return pairs.Capped(pair, most, turned) if isinstance(pair, pairs.Sampled) else pair
 
     core = {capped(pair): count for pair, count in levels.items()}
-    window = choose_window(core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon)
+    # far below most losses epsilon asks for more digits of delta
+    fineness = _FINER if most > _FAR * epsilon and len(core) <= pairs.EXACT_LEVELS else 1.0
+    window = choose_window(
+        core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon, fineness=fineness
+    )
     given: Mixtures | bool = mixed is not None
     if mixed is not None:
         core = {capped(pair): count for pair, count in alone.items()}
