@@ -142,11 +142,12 @@ def calibration(has_others: bool, limit: float) -> None:
         print()
 
 
-def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
-    """By how much ``epsilon`` at DELTA is above the true one, relative.
+def scattered_excess(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
+    """By how much ``epsilon`` at DELTA is above the true one, relative; NaN: not settled.
 
-    A release's cumulant is smooth in the logarithms of noise and rate: that of all is their
-    interpolation from so many Chebyshev points.
+    Up to 2,000 releases are taken one by one. A release's cumulant is smooth in the logarithms of
+    noise and rate: that of more is their interpolation from Chebyshev points, as many as are needed
+    for two results that agree.
     """
 
     def interpolated(values: Any, number: int) -> tuple[Any, Any]:
@@ -158,16 +159,27 @@ def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> flo
         basis = np.cos(np.outer(np.arccos(np.clip(u, -1, 1)), k))
         return np.exp((np.cos(angle) * (high - low) + low + high) / 2), basis @ of_nodes
 
-    noises, of_noise = interpolated(noise, 16)
-    rates, of_rate = interpolated(rate, 12)
-    weights = of_noise.T @ of_rate
-    laws = [
-        (partial(of_poisson, float(q), float(z), replace), float(weights[i, j]))
-        for i, z in enumerate(noises)
-        for j, q in enumerate(rates)
-    ]
-    delta, slope, _ = truth(laws, 0.0, epsilon)
-    return math.log(DELTA / delta) / slope / epsilon
+    def excess(releases: Iterable[tuple[float, float, float]]) -> float:
+        laws = [(partial(of_poisson, q, z, replace), weight) for q, z, weight in releases]
+        delta, slope, _ = truth(laws, 0.0, epsilon)
+        return math.log(DELTA / delta) / slope / epsilon if delta > 0 and slope > 0 else math.nan
+
+    if len(noise) <= 2000:
+        return excess((q, z, 1.0) for q, z in zip(rate.tolist(), noise.tolist(), strict=True))
+    before = math.nan
+    for number in (12, 16, 22, 30):
+        noises, of_noise = interpolated(noise, number)
+        rates, of_rate = interpolated(rate, number)
+        weights = of_noise.T @ of_rate
+        found = excess(
+            (float(q), float(z), float(weights[i, j]))
+            for i, z in enumerate(noises)
+            for j, q in enumerate(rates)
+        )
+        if abs(found - before) < 1e-4:
+            return found
+        before = found
+    return math.nan
 
 
 def scattered(number: int, replace: bool) -> None:
@@ -183,7 +195,7 @@ def scattered(number: int, replace: bool) -> None:
     charged = time.process_time() - started
     epsilon = accountant.get_epsilon(DELTA)
     busy = time.process_time() - started
-    excess = scattered_truth(noise, rate, replace, epsilon)
+    excess = scattered_excess(noise, rate, replace, epsilon)
     cells = f"{epsilon:.2f} | {100 * excess:.2f} % | {busy:.1f} | {charged:.1f}"
     print(f"| {number:,} | {neighboring} | {cells} |", flush=True)
 
@@ -203,7 +215,7 @@ def main() -> None:
     if arguments.scattered:
         print("| releases | relation | ε | excess | seconds, all | of these for charging |")
         print("|---" * 6 + "|")
-        for number in (2_000, 10_000, 100_000):
+        for number in (500, 2_000, 10_000, 100_000):
             for replace in (False, True):
                 scattered(number, replace)
         return

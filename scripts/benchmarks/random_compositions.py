@@ -343,8 +343,8 @@ class Reference:
                 total += count * (peak + np.log((far @ near).ravel()))
             yield total
 
-    def at(self, epsilon: float) -> tuple[float, float]:
-        """delta, and -d delta / d epsilon; NaN if the integral does not settle."""
+    def path(self, epsilon: float) -> tuple[float, float]:
+        """Where the integral crosses the real line, and its step."""
 
         def height(theta: float) -> float:
             value = float(self.cumulant(np.array([theta]))[0])
@@ -364,7 +364,13 @@ class Reference:
         reach = (moved + 34) / np.abs(tilts - theta)
         above, below = reach[tilts > theta].min(), reach[tilts < theta].min(initial=math.inf)
         span = above + min(below, (34 - peak) / theta)
-        step, totals = min(0.1 * width, 2 * math.pi / span) / self._fine**0.25, np.zeros(2)
+        return theta, min(0.1 * width, 2 * math.pi / span) / self._fine**0.25
+
+    def at(self, epsilon: float) -> tuple[float, float]:
+        """delta, and -d delta / d epsilon; NaN if the integral does not settle."""
+        (theta, step), totals = self.path(epsilon), np.zeros(2)
+        peak = float(self.cumulant(np.array([theta]))[0]) - epsilon * theta
+        peak -= math.log(theta) + math.log1p(theta)
         smooth = self._smooth.along(theta, step) if self._smooth is not self else None
         at_theta = self._smooth.cumulant(np.array([theta]))
         for start, found in zip(range(0, 2**13, 128), self.along(theta, step), strict=False):

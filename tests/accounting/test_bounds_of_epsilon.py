@@ -235,8 +235,10 @@ def test_mixtures_stand_for_many_rare_releases_in_both_directions(monkeypatch):
     number = 600
     levels = {Sampled("directed", 1e-8 * 100 ** (i / number), 1.0): 1 for i in range(number)}
     masses = calls_of(monkeypatch, fft_composition, "grid_masses")
-    assert 0 < bounds.upper_epsilon(levels, 0.3 * number**-0.5 * advantage_sum(levels))
+    found = bounds.upper_epsilon(levels, delta := 0.3 * number**-0.5 * advantage_sum(levels))
     assert len(masses) < number
+    monkeypatch.setattr(bounds, "_MOST_CUT", number)
+    assert 1 - 1e-5 <= found / bounds.upper_epsilon(levels, delta) <= 1 + 5e-3
 
 
 @pytest.mark.slow

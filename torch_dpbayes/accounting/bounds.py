@@ -44,6 +44,7 @@ from .gdp import (
     sampled_delta,
     sampled_epsilon,
 )
+from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import (
     Nodes,
     apart,
@@ -59,17 +60,18 @@ from .tilted_window import ACCURACY, choose_window, of_grid
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # replaces larger values, so that root finding can interpolate
 _ROUGH = 1e-2  # accuracy of a first bound; for many releases a fifth of it is tried, too
-_MOST_CUT = 512  # losses are cut for at most so many different releases
 _LOWER_RATIO = 1.005
+_MOST_CUT = 512  # losses of more different releases are cut as those of mixtures
 # above these shares of delta, and of epsilon, a cut is tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # largest width of a cell, relative to epsilon
 _VANISHING = 1e-3  # target for the relative excess if epsilon is far below the losses
 _FINER = 8.0  # ratio of consecutive grids that are tried for it
-_MANY = 1500  # more different releases than this may get a finer grid of mixtures
-_OF_MANY = 3e-3  # above this relative excess of the grid they get it
+# above this relative excess many different releases are cut, or get a grid up to so much finer
+_OF_MANY, _FINEST = 3e-3, 4.0
 _RARE = 0.01  # largest sum of added losses, about the sum of all rates
-_CUT, _LARGEST_CUT = 0.25, 64.0  # first and largest tried cut, relative to epsilon
+# first and largest tried cut, and one that is far, relative to epsilon
+_CUT, _LARGEST_CUT, _FAR = 0.25, 4096.0, 64.0
 _THREE = 1e-4  # largest share of delta for three losses above the cut
 _MOST_MASS = 5e-4  # above the cut; it increases delta by about the same
 _TILT = 50.0  # largest tilt, times epsilon: a larger one would hide losses about 0
@@ -163,8 +165,7 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
     delta: Any = asked.get("delta")
     epsilon: Any = asked.get("epsilon")
     # sampled releases are cut, also together with Gaussians, which are not
-    cuts = len(levels) <= _MOST_CUT
-    cuts = cuts and all(isinstance(pair, pairs.Sampled | pairs.Gaussian) for pair in levels)
+    cuts = all(isinstance(pair, pairs.Sampled | pairs.Gaussian) for pair in levels)
 
     def ask(reverse: bool, **options: Any) -> tuple[float, Composition]:
         given, turned = _of_added(levels) if reverse else (levels, False)
@@ -172,14 +173,20 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
         answer = found.upper_delta(epsilon) if delta is None else found.upper_epsilon(delta)
         return answer, found
 
-    def by_cut(found: float, reverse: bool) -> float:
+    def by_cut(found: float, near: Near, reverse: bool) -> float:
+        alone, mixed = levels, None
+        if len(levels) > _MOST_CUT:
+            sampled, others = pairs.scattered_of(levels)
+            if (mixed := mixtures(sampled, near._replace(reverse=reverse))) is not None:
+                alone = others
         with suppress(OverflowError):  # losses are too far apart: the bound stays loose
             if epsilon is None:
-                return epsilon_by_cut(levels, delta, found, reverse)
-            return delta_by_cut(levels, epsilon, found, reverse)
+                return epsilon_by_cut(alone, delta, found, reverse, mixed)
+            return delta_by_cut(alone, epsilon, found, reverse, mixed)
         return found
 
     worst, is_cut = math.nan, False
+    near: Any = None
     rough = (_ROUGH,) if len(levels) <= pairs.EXACT_LEVELS else (_ROUGH, _ROUGH / 5)
     for reverse in pairs.directions(levels):
         if not math.isnan(worst):
@@ -187,27 +194,36 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
             least = worst if epsilon is None else epsilon
             if least == 0 or most <= least:  # at 0 delta is the total variation: both have the same
                 continue
-            if is_cut and by_cut(worst, True) < worst:
+            if is_cut and (found := by_cut(1.05 * worst, near, True)) < 1.05 * worst:
+                worst = max(worst, found)
                 continue
             if any(ask(reverse, accuracy=a, is_pilot=True)[0] <= worst for a in rough):
                 continue
         (found, fine), is_cut = ask(reverse, is_pilot=cuts), False
+        near = fine.window.near
         at = found if epsilon is None else epsilon
+        excess = fine.excess_of_grid(at) if 0 < at < math.inf else 0.0
         if cuts and 0 < at < math.inf:
-            if fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF:
-                before, found = found, by_cut(found, reverse)
+            coarse = fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF
+            if coarse or (len(levels) > pairs.EXACT_LEVELS and excess > _OF_MANY):
+                before, found = found, by_cut(found, near, reverse)
                 is_cut = found < before
-        if found > 0 and fine.interval > fine.window.wanted_interval and cuts and not is_cut:
-            again, fine = ask(reverse)
+        if (
+            cuts
+            and not is_cut
+            and fine.interval > fine.window.wanted_interval
+            and excess > ACCURACY
+        ):
+            again, fine = ask(reverse, finest=fine.interval * ACCURACY / excess)
             found = min(found, again)
-        if delta is not None and len(levels) > pairs.EXACT_LEVELS and 0 < found < math.inf:
+        grid_decides = delta is not None and not is_cut and 0 < found < math.inf
+        if grid_decides and len(levels) > pairs.EXACT_LEVELS:
             # few large losses may have misled the choice of the grid
             if (excess := fine.excess_of_grid(found)) > _OF_MANY:
-                fineness = math.sqrt(3 * excess / _OF_MANY)
-                accuracy = ACCURACY / (2 if len(levels) > _MANY else 1)
-                again, fine = ask(reverse, accuracy=accuracy, fineness=fineness)
+                fineness = min(math.sqrt(3 * excess / _OF_MANY), _FINEST)
+                again, fine = ask(reverse, fineness=fineness)
                 found = min(found, again)
-        if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
+        if grid_decides and found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon
                 found = _vanishing_epsilon(levels, delta, found, reverse)
         if math.isnan(found):
@@ -240,7 +256,7 @@ def _vanishing_epsilon(
         small = 1 - delta / near.upper_delta(0.0)
         # the error is proportional to interval^2, and at most a quarter of its bound
         is_close = fineness > 1 and before - epsilon <= (_FINER**2 - 1) * _VANISHING * before
-        if is_close or of_grid(fineness) / 4 <= _VANISHING * small:
+        if epsilon == 0 or is_close or of_grid(fineness) / 4 <= _VANISHING * small:
             break
         fineness *= _FINER
     return epsilon
@@ -266,13 +282,19 @@ def _(pair: pairs.Capped, tail: float, interval: float | None = None) -> Nodes:
 
 
 def epsilon_by_cut(
-    levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool = False
+    levels: Mapping[Pair, int],
+    delta: float,
+    epsilon: float,
+    reverse: bool = False,
+    mixed: Mixtures | None = None,
 ) -> float:
     """An upper bound on epsilon at ``delta`` if one is shown below ``epsilon``, else that."""
     for _ in range(_ATTEMPTS):
-        bound = _cut(levels, delta, epsilon, reverse)
+        bound = _cut(levels, delta, epsilon, reverse, mixed)
         if bound is None or bound(epsilon) > delta:
             break
+        if bound(0.0) <= delta:
+            return 0.0
         before, low = epsilon, 0.0
         while epsilon - low > 1e-6 * epsilon and epsilon > 1e-12 * before:
             middle = (low + epsilon) / 2
@@ -283,11 +305,15 @@ def epsilon_by_cut(
 
 
 def delta_by_cut(
-    levels: Mapping[Pair, int], epsilon: float, delta: float, reverse: bool = False
+    levels: Mapping[Pair, int],
+    epsilon: float,
+    delta: float,
+    reverse: bool = False,
+    mixed: Mixtures | None = None,
 ) -> float:
     """An upper bound on delta at ``epsilon`` if one is shown below ``delta``, else that."""
     for _ in range(_ATTEMPTS):
-        if (bound := _cut(levels, delta, epsilon, reverse)) is None:
+        if (bound := _cut(levels, delta, epsilon, reverse, mixed)) is None:
             break
         before, delta = delta, min(delta, bound(epsilon))
         if delta > _CLOSE * before:
@@ -296,29 +322,48 @@ def delta_by_cut(
 
 
 def _cut(
-    levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool
+    alone: Mapping[Pair, int],
+    delta: float,
+    epsilon: float,
+    reverse: bool,
+    mixed: Mixtures | None,
 ) -> Callable[[float], float] | None:
     """An upper bound on delta at each epsilon, tight near these two; ``None`` if no cut fits."""
-    tail, cut, three = tail_of(delta, sum(levels.values())), _CUT * epsilon, math.inf
+    levels: dict[Pair, Any] = dict(alone)
+    if mixed is not None:  # each release is a mixture of corners, and has one loss
+        for corner, share in zip(mixed.corners, mixed.shares.tolist(), strict=True):
+            levels[corner] = levels.get(corner, 0) + share * mixed.total
+    total: Any = sum(levels.values())
+    tail, cut, three = tail_of(delta, total), _CUT * epsilon, math.inf
     mass = math.inf
     # a reverse is completely in the core; a pair that is its own reverse has the same large losses
     cuttable = {p: n for p, n in levels.items() if not (reverse and pairs.has_two_directions(p))}
     while three > _THREE * delta or mass > _MOST_MASS:
         if cut > _LARGEST_CUT * epsilon:
             return None
-        most, above = cut, _above(cuttable, cut, tail)
+        most, above = cut, _above(cuttable, cut, tail, mixed is not None)
         mass, cut = math.fsum(mass for *_, mass, _ in above), 1.5 * cut
         three = mass**3 / 6 * math.exp(min(mass, 1.0))
-    core: dict[Pair, int] = {}
-    for pair, count in levels.items():
+
+    def capped(pair: Pair) -> Pair:
         turned = reverse and pairs.has_two_directions(pair)
-        core[pairs.Capped(pair, most, turned) if isinstance(pair, pairs.Sampled) else pair] = count
-    window = choose_window(core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon)
-    composed = Composition(window, core, False, tail)
+        return pairs.Capped(pair, most, turned) if isinstance(pair, pairs.Sampled) else pair
+
+    core = {capped(pair): count for pair, count in levels.items()}
+    # far below most losses epsilon asks for more digits of delta
+    fineness = _FINER if most > _FAR * epsilon and len(core) <= pairs.EXACT_LEVELS else 1.0
+    window = choose_window(
+        core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon, fineness=fineness
+    )
+    given: Mixtures | bool = mixed is not None
+    if mixed is not None:
+        core = {capped(pair): count for pair, count in alone.items()}
+        given = mixed._replace(corners=[capped(corner) for corner in mixed.corners])
+    composed = Composition(window, core, False, tail, given)
     if composed.above > _THREE * delta:  # mass above the window counts at every epsilon
         further = math.log(composed.above / (_THREE * delta)) / window.upper_tilt
         window = window._replace(upper=window.upper + further)
-        composed = Composition(window, core, False, tail)
+        composed = Composition(window, core, False, tail, given)
     of_core = composed.profile()
     largest = max((loss for *_, loss in above), default=most)
     points = np.geomspace(most, 2.5 * max(largest, most), _POINTS + 1)
@@ -333,7 +378,7 @@ def _cut(
     sums, both = np.add.outer(few, few).ravel(), np.multiply.outer(some, some).ravel() / 2
     kept = both > 0
     rare = once + _split(sums[kept], both[kept], points)
-    lost = three + tail * sum(levels.values())
+    lost = three + tail * total
 
     def bound(at: float) -> float:
         found = of_core(np.append(at - points, at))
@@ -343,12 +388,13 @@ def _cut(
 
 
 def _above(
-    levels: Mapping[Pair, int], cut: float, tail: float
+    levels: Mapping[Pair, float], cut: float, tail: float, together: bool
 ) -> list[tuple[pairs.Sampled, float, float, float, float]]:
     """For each sampled release: the pair, log(b / a), the factor count / a, the mass beyond the cut
-    times this factor, and the largest loss.
+    times this factor, and the largest loss. ``together``: all get the largest log(b / a) and 1 / a,
+    as releases are mixtures of these.
     """
-    found = []
+    found: list[Any] = []
     for pair, count in levels.items():
         if isinstance(pair, pairs.Sampled):
             losses, masses, _ = sampled_nodes(pair, tail, least=cut)
@@ -357,10 +403,14 @@ def _above(
             if above > 0.5:
                 return [(pair, 0.0, 0.0, math.inf, cut)]  # the cut is too low
             shift = math.log1p(-float(masses @ np.exp(-losses)) * _BELOW) - math.log1p(-above)
-            scale = count / (1 - above) / _BELOW
-            largest = float(losses.max(initial=cut)) + 2 * shift
-            found.append((pair, shift, scale, scale * above, largest))
-    return found
+            found.append((pair, count, above, above, shift, float(losses.max(initial=cut))))
+    if together and found:
+        highest, furthest = (max(row[i] for row in found) for i in (2, 4))
+        found = [(pair, n, highest, own, furthest, most) for pair, n, _, own, _, most in found]
+    return [
+        (pair, shift, n / (1 - above) / _BELOW, n * own / (1 - above) / _BELOW, most + 2 * shift)
+        for pair, n, above, own, shift, most in found
+    ]
 
 
 def _split(losses: Array, masses: Array, points: Array) -> Array:

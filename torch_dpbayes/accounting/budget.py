@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -179,6 +179,20 @@ def _on_grid(pair: Pair) -> Pair:
     return pairs.Sampled(pair.kind, rate if rate < 1 else pair.rate, min(noise, pair.noise))
 
 
+@lru_cache(maxsize=_KEPT_COSTS)
+def _cost(
+    pair: Pair, orders: tuple[float, ...], rule: Filter | None, is_exact: bool = True
+) -> Array:
+    """The cost of one release; ``is_exact=False``: rounded up, for many different ones."""
+    if not is_exact:
+        return _cost(_on_grid(pair), orders, rule)
+    if rule is not None:
+        return np.array([rule.cost({pair: 1}), 0.0])
+    if isinstance(pair, pairs.Failure):
+        return np.append(np.zeros(len(orders)), pair.delta)
+    return np.append(renyi.divergences(pair, np.array(orders)), 0.0)
+
+
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
     """Directions in which a loss can exceed epsilon: losses of an added record may be bounded."""
     others = apart(counts)[1]
@@ -187,9 +201,7 @@ def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
 
 
 class Budget:
-    """A privacy budget, with or without a filter, and the charges to it, at first ``counts``.
-    ``costs``: the cache of another budget with the same orders, to be shared.
-    """
+    """A privacy budget, with or without a filter, and the charges to it, at first ``counts``."""
 
     def __init__(
         self,
@@ -198,7 +210,6 @@ class Budget:
         method: Method,
         filter: Filter | None = None,
         counts: Counts | None = None,
-        costs: dict[Pair, Array] | None = None,
     ) -> None:
         self._epsilon, self._delta, self._method, self.filter = epsilon, delta, method, filter
         orders = _orders_of(epsilon, delta, 0.3, 1.2, 5)
@@ -208,8 +219,8 @@ class Budget:
         limits = renyi.allowed(epsilon, delta, orders) - _ROUND_OFF
         if filter is not None:
             orders, limits = (math.inf,), np.array([filter.limit]) * (1 - _ROUND_OFF)
-        self._orders, self._limits = np.array(orders), limits
-        self._costs: dict[Pair, Array] = {} if costs is None else costs
+        self._orders, self._limits, self._of_costs = np.array(orders), limits, (orders, filter)
+        self._exact: set[Pair] = set()  # the first releases, whose costs are not rounded
         self._spent = np.zeros(len(self._orders) + 1)
         # all charges and all held releases together fit the budget
         self._held: dict[Pair, int] = {}
@@ -238,24 +249,11 @@ class Budget:
 
     def _cost(self, pair: Pair) -> Array:
         """The cost of one release in the unit of the limits, and its probability of failure."""
-        cost = self._costs.get(pair)
-        if cost is None:
-            if self.filter is not None:
-                cost = np.array([self.filter.cost({pair: 1}), 0.0])
-            elif isinstance(pair, pairs.Failure):
-                cost = np.append(np.zeros(len(self._orders)), pair.delta)
-            else:
-                known = _on_grid(pair) if len(self._costs) >= _EXACT_COSTS else pair
-                cost = self._costs.get(known)
-                if cost is None:
-                    cost = np.append(renyi.divergences(known, self._orders), 0.0)
-                    self._keep_cost(known, cost)
-            self._keep_cost(pair, cost)
-        return cost
-
-    def _keep_cost(self, pair: Pair, cost: Array) -> None:
-        if len(self._costs) < _KEPT_COSTS:
-            self._costs[pair] = cost
+        if self.filter is None and pair not in self._exact:
+            if len(self._exact) >= _EXACT_COSTS:
+                return _cost(pair, *self._of_costs, is_exact=False)
+            self._exact.add(pair)
+        return _cost(pair, *self._of_costs)
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -308,8 +306,7 @@ class Budget:
         """How often ``need`` fits after the history, exactly."""
         if pairs.NonPrivate() in need or pairs.NonPrivate() in counts:
             return 0
-        settings = self._epsilon, self._delta, self._method, self.filter
-        known = Budget(*settings, counts, self._costs)
+        known = Budget(self._epsilon, self._delta, self._method, self.filter, counts)
         n = known.cheap(need)
         if self.filter is not None or n >= MOST_STEPS:
             return n

@@ -33,6 +33,7 @@ from .tilted_window import (
     SMALLEST,
     Window,
     choose_window,
+    log_moment,
     log_of,
     log_outside,
 )
@@ -77,7 +78,8 @@ class Transform:
     extent: int
     count: int
     infinity: float
-    log_moments: Array  # log E exp(t L) at a tilt above, a tilt below and at the tilt
+    # log E exp(t L) at a tilt above, a tilt below and at the tilt; there also without the grid
+    log_moments: Array
     left_out: float = 0.0  # error of an entry by frequencies that were replaced by 0
 
     def followed_by(self, other: Transform, times: int) -> Transform:
@@ -97,7 +99,7 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
     level = grid_masses(pair, window.interval, tail)[reverse]
     grid = window.interval * (level.first + np.arange(len(level.masses)))
     log_masses = log_of(level.masses)
-    log_moments = np.zeros(3)
+    log_moments = np.append(np.zeros(3), log_moment(pair, window.tilt, reverse, tail))
     for i, tilt in enumerate((window.upper_tilt, window.lower_tilt, window.tilt)):
         exponent = tilt * grid
         exponent += log_masses
@@ -116,12 +118,21 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
 
 
 def _transform(
-    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, mixed: bool
+    window: Window,
+    size: int,
+    levels: Mapping[Pair, int],
+    reverse: bool,
+    tail: float,
+    mixed: Mixtures | bool,
 ) -> Transform:
     one = np.ones(size // 2 + 1, dtype=np.complex128)
-    total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
-    sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
+    total = Transform(one, 0, 0, 0, 0.0, np.zeros(4))
+    sampled, others = scattered_of(levels) if mixed is True else ([], dict(levels))
     near, found = window.near._replace(tilt=window.tilt), None
+    if isinstance(mixed, Mixtures):
+        found = _transform_of_mixtures(mixed, window, size, reverse, tail)
+        if found is None:
+            raise OverflowError(BEYOND)
     while sampled and found is None:
         if (groups := mixtures(sampled, near)) is None:
             others = dict(levels)
@@ -145,7 +156,7 @@ def _transform_of_mixtures(
     shares = mixed.shares
     kept = min(frequencies, max(_MOST_KEPT // len(shares), 1))
     spectra = np.zeros((len(shares), kept), dtype=np.complex128)
-    log_moments = np.zeros((len(shares), 3))
+    log_moments = np.zeros((len(shares), 4))
     mean, infinity = np.zeros(frequencies), 0.0
     offset, end = 0, 0
     for i, corner in enumerate(mixed.corners):
@@ -162,7 +173,7 @@ def _transform_of_mixtures(
     if most > kept:
         return None
     # weights for tilted masses; in each group they add up to 1
-    scales = np.exp(log_moments[mixed.among, 2]) / moments[:, 2:]
+    scales = np.exp(log_moments[mixed.among, 2]) / moments[:, 2:3]
     weights = mixed.weights * scales
     spread = mixed.spread * scales[:, :, None] * scales[:, None, :]
     powers = np.ones((int(mixed.counts.max()).bit_length(), most), dtype=np.complex128)
@@ -219,7 +230,7 @@ class Composition:
         levels: Mapping[Pair, int] | Transform,
         reverse: bool,
         tail: float,
-        mixed: bool = True,
+        mixed: Mixtures | bool = True,
     ) -> None:
         self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
         self._first = math.floor(window.lower / window.interval) - 2
@@ -258,7 +269,7 @@ class Composition:
         self.round_off = relative * (self.transform.count + 1) * magnitude + self.transform.left_out
         self.relative_error = _STEP_ERROR * self.transform.count
         window, end, start = self.window, self.interval * self._last, self.interval * self._first
-        upper, lower, self.log_scale = (float(moment) for moment in self.transform.log_moments)
+        upper, lower, self.log_scale = self.transform.log_moments[:3].tolist()
         # mass beyond the window, and tilted mass that wraps around, by Chernoff's bound
         self.above = self.wrapped = 0.0
         if self.transform.offset + self.transform.extent > self._last:
@@ -274,7 +285,7 @@ class Composition:
     def wider_window(self) -> Window:
         """A wider window, from the moments of the masses on the grid."""
         window = self.window
-        upper, lower, center = (float(moment) for moment in self.transform.log_moments)
+        upper, lower, center = self.transform.log_moments[:3].tolist()
         end = (upper - center - log_outside(window.tilt)) / (window.upper_tilt - window.tilt)
         start = (lower - center - log_outside(window.tilt)) / (window.lower_tilt - window.tilt)
         width = window.upper - window.lower
@@ -369,12 +380,13 @@ class Composition:
         return self._share_above(error, epsilon) / max(self.upper_delta(epsilon), 1e-300)
 
     def excess_of_grid(self, epsilon: float) -> float:
-        """About the relative excess of ``epsilon``: log(delta) falls by s there, and each rounding
-        raises it by at most s (1 + s) h^2 / 12 on average.
+        """About the relative excess of ``epsilon``: log(delta) falls by s there, and variance v
+        that the grid adds raises it by s (1 + s) v / 2, and the cumulant likewise at the tilt.
         """
         near, far = (max(self.upper_delta(at * epsilon), 1e-300) for at in (1.0, 1.01))
-        fall = math.log(near / far) / (0.01 * epsilon)
-        return self.transform.count * (1 + fall) * self.interval**2 / (12 * epsilon)
+        fall, tilt = math.log(near / far) / (0.01 * epsilon), self.window.tilt
+        _, _, on_grid, exact = self.transform.log_moments.tolist()
+        return float(on_grid - exact) * (1 + fall) / (tilt * (1 + tilt) * epsilon)
 
     def lower_epsilon(self, delta: float) -> float:
         count = self.transform.count

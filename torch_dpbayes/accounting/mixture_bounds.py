@@ -26,13 +26,14 @@ s^2 / (2 (1 - s)), because |log(1 + x) - x| <= |x|^2 / (2 (1 - |x|)).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from .dominating_pairs import Array, Sampled, SampledKind, has_two_directions
+from .dominating_pairs import Array, Pair, Sampled, SampledKind, has_two_directions
 from .privacy_loss import loss_nodes
 
 Indices = NDArray[np.int64]
@@ -51,7 +52,7 @@ _UP = 1e-12  # relative and absolute rounding of the weight on the less private 
 class Mixtures(NamedTuple):
     """Groups of releases, each with a mixture of four corners: the mean over its members."""
 
-    corners: list[Sampled]
+    corners: Sequence[Pair]  # sampled Gaussians, perhaps with losses up to a cut
     among: Indices  # (groups, 4)
     weights: Array  # (groups, 4), the mean over a group; they sum to 1
     counts: Indices  # (groups,)

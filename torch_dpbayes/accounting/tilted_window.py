@@ -48,14 +48,9 @@ class _Losses:
         self._corners: list[tuple[Array, Array]] = []
 
     def _of(self, pair: Pair) -> tuple[Array, Array]:
-        losses, masses, central = loss_nodes(pair, self._tail)
-        self.widest = max(self.widest, float(losses.max() - losses.min()))
-        if central:
-            losses, masses = np.append(losses, 0.0), np.append(masses, central)
-        log_masses = log_of(masses)
-        if self._reverse and has_two_directions(pair):
-            return -losses, log_masses - losses
-        return losses, log_masses
+        found = losses_of(pair, self._reverse, self._tail)
+        self.widest = max(self.widest, float(np.ptp(found[0])))
+        return found
 
     def set_mixtures(self, mixed: Mixtures) -> None:
         """Set the mixtures; they replace earlier ones."""
@@ -246,6 +241,24 @@ def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, A
     mean = weight @ losses / norm
     variance = np.maximum(weight @ losses**2 / norm - mean**2, 0.0)
     return peak + np.log(norm), mean, variance
+
+
+def losses_of(pair: Pair, reverse: bool, tail: float) -> tuple[Array, Array]:
+    """Losses in one direction, with the logarithms of their masses."""
+    losses, masses, central = loss_nodes(pair, tail)
+    if central:
+        losses, masses = np.append(losses, 0.0), np.append(masses, central)
+    log_masses = log_of(masses)
+    return (
+        (-losses, log_masses - losses)
+        if reverse and has_two_directions(pair)
+        else (losses, log_masses)
+    )
+
+
+def log_moment(pair: Pair, tilt: float, reverse: bool, tail: float) -> float:
+    """log E exp(tilt * L) without a grid."""
+    return float(_cumulants(*losses_of(pair, reverse, tail), np.array([tilt]))[0][0])
 
 
 def log_outside(tilt: float) -> float:
