@@ -7,8 +7,7 @@
   ``torch.randn`` per parameter;
 * ``loader``: a Poisson draw against the number of records, and batches over torch's ``DataLoader``;
 * ``kernels``: clipped gradients and record terms of Pyro models, over Pyro's gradient and trace;
-* ``ranks``: the processor time of a step of one process and of each of two (gloo on loopback), and
-  the bytes that a rank sends.
+* ``ranks``: the processor time of a step of one process and of each of two (gloo on loopback).
 
 Medians of interleaved rounds. What clipping costs is in bench_clipping.py, GPUs are in gpu.py.
 """
@@ -19,9 +18,7 @@ import argparse
 import logging
 import multiprocessing
 import os
-import socket
 import statistics
-import struct
 import tempfile
 import time
 import warnings
@@ -51,7 +48,6 @@ from torch_dpbayes.density import RecordDensity
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 Work = Callable[[], Any]
-TCPI_BYTES_SENT = 200  # the field's place in Linux' struct tcp_info
 
 
 def medians(works: Sequence[Work], seconds: float) -> list[float]:
@@ -277,21 +273,6 @@ RANKS = {
 }
 
 
-def bytes_sent() -> int:
-    """By all TCP connections of this process so far (Linux)."""
-    total = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack_from("<Q", info, TCPI_BYTES_SENT)[0]
-        except OSError:  # closed meanwhile, or no TCP
-            continue
-    return total
-
-
 def training(model: str) -> Callable[[int], None]:
     """Takes so many steps of DP-SGLD."""
     torch.manual_seed(0)
@@ -341,15 +322,15 @@ def rank_process(what: str, rank: int, size: int, place: str, pipe: Connection) 
     work(3)
     pipe.send(None)
     while number := pipe.recv():
-        before, start, used = bytes_sent(), time.perf_counter(), time.process_time()
+        start, used = time.perf_counter(), time.process_time()
         work(number)
-        pipe.send((time.perf_counter() - start, time.process_time() - used, bytes_sent() - before))
+        pipe.send((time.perf_counter() - start, time.process_time() - used))
     if size > 1:
         torch.distributed.destroy_process_group()
 
 
 def ranks(seconds: float) -> None:
-    head("time of a rank for a step", "one rank", "each of two", "sent by each")
+    head("time of a rank for a step", "one rank", "each of two")
     for what in RANKS:
         cells = []
         for size in (1, 2):
@@ -364,20 +345,19 @@ def ranks(seconds: float) -> None:
                     pipes.append(mine)
                 for pipe in pipes:
                     pipe.recv()
-                number, found = 5, (0.0, 0.0)
+                number, used = 5, 0.0
                 for _ in range(2):  # a short run says how many steps take so many seconds
                     for pipe in pipes:
                         pipe.send(number)
                     columns = zip(*(pipe.recv() for pipe in pipes), strict=True)
-                    wall, used, sent = (max(column) / number for column in columns)
-                    found = used, sent
+                    wall, used = (max(column) / number for column in columns)
                     number = max(3, round(seconds / wall))
                 for pipe in pipes:
                     pipe.send(0)
                 for process in processes:
                     process.join()
-            cells.append(ms(found[0]))
-        row(RANKS[what], *cells, f"{found[1] / 1e3:.3g} kB")
+            cells.append(ms(used))
+        row(RANKS[what], *cells)
 
 
 PARTS: dict[str, Callable[[float], None]] = {
