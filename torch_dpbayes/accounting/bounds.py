@@ -291,14 +291,14 @@ def epsilon_by_cut(
     """An upper bound on epsilon at ``delta`` if one is shown below ``epsilon``, else that."""
     for _ in range(_ATTEMPTS):
         bound = _cut(levels, delta, epsilon, reverse, mixed)
-        if bound is None or bound(epsilon) > delta:
+        if bound is None or not bound(epsilon) <= delta:  # so that NaN shows nothing
             break
         if bound(0.0) <= delta:
             return 0.0
         before, low = epsilon, 0.0
         while epsilon - low > 1e-6 * epsilon and epsilon > 1e-12 * before:
             middle = (low + epsilon) / 2
-            low, epsilon = (middle, epsilon) if bound(middle) > delta else (low, middle)
+            low, epsilon = (low, middle) if bound(middle) <= delta else (middle, epsilon)
         if epsilon > _CLOSE * before:
             break
     return epsilon
