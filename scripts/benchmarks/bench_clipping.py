@@ -324,7 +324,7 @@ def main() -> None:
         shares += [time["vmap"] / base, min(time["hooks"], time["ghost"]) / base]
         cells = [f"{share:.2f}" for share in shares]
         cells[2] = cells[2] if memory > 0.1 else f"{ours:.2f} MiB"
-        print(f"| {TITLES[name]} | {base:.2g} ms |", " | ".join(cells), "|", flush=True)
+        print(f"| {TITLES[name]} | {base:.3g} ms |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":
