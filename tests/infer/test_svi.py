@@ -91,7 +91,8 @@ def test_with_little_noise_the_guide_is_the_posterior_of_the_data():
     assert ((high - low) / 1.349).tolist() == pytest.approx(2 * [stddev], rel=0.35)
 
 
-def test_latents_in_other_supports_and_in_sorted_order():
+@pytest.mark.parametrize("guide", [AutoNormal, AutoMultivariateNormal])
+def test_latents_in_other_supports_and_in_sorted_order(guide):
     def scales(y):
         location = pyro.sample("z_location", dist.Normal(torch.zeros((), dtype=DOUBLE), 1.0))
         scale = pyro.sample("a_scale", dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0))
@@ -99,7 +100,7 @@ def test_latents_in_other_supports_and_in_sorted_order():
             pyro.sample("y", dist.Normal(location, scale), obs=y)
 
     y = 2 * torch.randn(1500, dtype=DOUBLE) + 1
-    svi = make(scales, noise_multiplier=1e-3, expected_batch_size=1500, max_grad_norm=50.0)
+    svi = make(scales, guide, noise_multiplier=1e-3, expected_batch_size=1500, max_grad_norm=50.0)
     svi.run(200, y)
     found = svi.guide.median()
     # The noise of a step is that of θ ~ N(m, Σ), so an average of T iterates with weights t³
