@@ -102,7 +102,9 @@ def two_kinds(x, g, y):
 
 
 def crossed(g, h, y):  # fails at the largest pair, which no simulation may draw
-    gaussian(y, weights("a", 100)[g] + weights("b", 100)[h] + weights("c", 1)[g * h // 99**2])
+    gaussian(
+        y, weights("a", 2)[g // 250] * weights("b", 2)[h // 250] * weights("c", 1)[g * h // 499**2]
+    )
 
 
 def of_several(g, y):
