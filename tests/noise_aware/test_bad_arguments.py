@@ -101,10 +101,9 @@ def two_kinds(x, g, y):
     gaussian(y, weights("w") * x * g)
 
 
-def crossed(g, h, y):  # fails at the largest pair, which no simulation may draw
-    gaussian(
-        y, weights("a", 2)[g // 250] * weights("b", 2)[h // 250] * weights("c", 1)[g * h // 499**2]
-    )
+def crossed(g, h, k, y):  # fails at the largest three, which no simulation may draw
+    each = [weights(name, 2)[own // 20] for name, own in zip("abc", (g, h, k), strict=True)]
+    gaussian(y, each[0] * each[1] * each[2] * weights("last", 1)[g * h * k // 39**3])
 
 
 def of_several(g, y):
@@ -155,7 +154,7 @@ UNFIT = {
     "derived": of_site(lambda m, y: observed(m, y.exp() + 1)),
     "weighted records": of_site(lambda m, y: poutine.scale(observed, 2.0)(m, y)),
     "missing values": of_site(lambda m, y: poutine.mask(observed, ~y.isnan())(m, y)),
-    "values that depend on others": call(posterior, crossed, LABELS, LABELS % 2, Y),
+    "values that depend on others": call(posterior, crossed, *[LABELS] * 3, Y),
     "matrix of categories": call(posterior, of_several, torch.randint(3, (N, 2)), Y),
     "whole numbers": call(posterior, with_number, torch.randint(9, (N,)), Y),
     "complex": call(posterior, with_number, X[:, 0] * 1j, Y),
