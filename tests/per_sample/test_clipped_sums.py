@@ -144,7 +144,8 @@ def test_layers_of_every_shape_in_every_way(of, frozen, share):
 
 @pytest.mark.parametrize("name", ["linear", "sequence", "cnn", "embedding", "tied embedding"])
 @pytest.mark.parametrize("options", ["diagonal", "full", "scaled"])
-def test_second_moments_and_scales(name, options):
+@pytest.mark.parametrize("source_of", [BookkeepingGradientSource, VmapGradientSource])
+def test_second_moments_and_scales(name, options, source_of):
     net, x = zoo.made(name, dtype=torch.float64)
     d = sum(p.numel() for p in net.parameters())
     if d > 2000 and options == "full":
@@ -156,7 +157,7 @@ def test_second_moments_and_scales(name, options):
         rows = rows / scale
     rows = rows * (0.8 / rows.norm(dim=1, keepdim=True)).clamp(max=1.0)
     moment = torch.zeros((d, d) if options == "full" else d, dtype=torch.float64)
-    source = BookkeepingGradientSource(net)
+    source = source_of(net)
     total, _ = clipped(source, net, x, weights, 0.8, second_moment=moment, **arguments)
     expected = rows.T @ rows if options == "full" else rows.square().sum(0)
     for mine, true in ((total, rows.sum(0)), (moment, expected)):

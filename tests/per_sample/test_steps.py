@@ -12,6 +12,7 @@ from support import training
 from support.refusals import refused
 from support.steps import one, train
 from torch import nn
+from zoo import Of
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError
@@ -159,6 +160,12 @@ def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused():
     source.discard(())
     entropy(net, x, y).backward()
     x += 1
+    with refused("step-changed"):
+        source.norms(list(net.named_parameters()))
+    net = Of(lambda net, x: x + net.shift, shift=nn.Parameter(torch.zeros(1, 6)))
+    source = VmapGradientSource(net, assume_independent=True, loss_reduction="sum")
+    net(x).backward(gradient=(given := torch.ones(4, 6)))  # what the parameter gets, too
+    given *= 2
     with refused("step-changed"):
         source.norms(list(net.named_parameters()))
 

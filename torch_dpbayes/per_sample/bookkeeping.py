@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class BookkeepingGradientSource(GradientSource):
         # only forward passes of the current step may be backpropagated; discard() increases it
         self.step = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
+        self._gradients: dict[Tensor, Tensor] = {}  # of parameters that take part in the map
+        self._anchor = torch.zeros((), requires_grad=True)
         self._held: list[tuple[str, Tensor, int]] = []  # tensors of layers, with their versions
         self._versions: list[tuple[str, Tensor, int]] = []  # parameters in the last forward pass
         self._layers = [
@@ -132,9 +134,8 @@ class BookkeepingGradientSource(GradientSource):
                 found.append(what)
         for layer, several in calls.items():
             found.append(layer.contribution(several))
-        for p, copy in self._copies:
-            if copy.grad is not None:
-                found.append(PerRecord({p: copy.grad}))
+        for p, g in self._gradients.items():
+            found.append(PerRecord({p: g}))
         uses: list[int] = []
         for contribution in found:
             uses += map(id, contribution.parameters)
@@ -146,12 +147,11 @@ class BookkeepingGradientSource(GradientSource):
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         self._noted.clear()
         self._held.clear()
-        for _, copy in self._copies:
-            copy.grad = None
+        self._gradients.clear()
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
-        self._copies, self._versions = [], []
+        self._gradients, self._versions = {}, []
         self.step += 1
         self.passes, self.is_empty = 0, False
 
@@ -196,20 +196,25 @@ class BookkeepingGradientSource(GradientSource):
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
-                self._copies = []
-                copies: list[Tensor] = []
-                for p in direct:  # of a clone: the model may write into it, not into the parameter
-                    copy = p.detach().clone().expand(n, *p.shape).requires_grad_()
-                    copies.append(copy)
-                    self._copies.append((p, copy))
-                    self._versions.append(("a parameter", copy, copy._version))
+                gradients: dict[Tensor, Tensor] = {}
+                self._gradients = gradients
+                copies: list[Tensor] = [
+                    _Copies.apply(self._anchor, p.detach(), n, partial(self._receive, gradients, p))
+                    for p in direct
+                ]
+                self._versions += [("a parameter", copy, copy._version) for copy in copies]
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(of_one, [*rows, *copies])
         finally:
             self.record_map = None
         if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
-        return found, [*copies, *leaves]
+        return found, [self._anchor, *leaves]
+
+    def _receive(self, found: dict[Tensor, Tensor], p: Tensor, rows: Tensor) -> None:
+        """Store the gradients of a parameter's copies. A later use of them adds to the first."""
+        found[p] = found[p] + rows if p in found else rows
+        self._held.append(("the gradient of a parameter", rows, rows._version))
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """Record what the backward pass found for a layer."""
@@ -219,9 +224,9 @@ class BookkeepingGradientSource(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model can remove the hooks. It contains no data."""
-        lists = ("_handles", "_noted", "_copies", "_held", "_versions")
+        lists = ("_handles", "_noted", "_held", "_versions")
         empty: dict[str, Any] = {k: [] for k in lists}
-        return {**self.__dict__, **empty, "is_copy": True}
+        return {**self.__dict__, **empty, "_gradients": {}, "is_copy": True}
 
 
 class VmapGradientSource(BookkeepingGradientSource):
@@ -369,6 +374,28 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, backprops: Tensor) -> tuple[None, None, None]:
         ctx.receive(backprops)
         return None, None, None
+
+
+class _Copies(torch.autograd.Function):
+    """A copy of a parameter for each record. Its gradient is stored as autograd makes it: for a
+    leaf, autograd would first put its entries in order, which takes longer than all else.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: Tensor, value: Tensor, n: int, receive: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.receive = receive
+        # memory of its own, for the model may write into it; no view, which refuses that with an
+        # error of autograd's
+        rows = value.new_empty_strided((n, *value.shape), (0, *torch.empty_like(value).stride()))
+        rows[0] = value
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> tuple[None, None, None, None]:
+        ctx.receive(rows)
+        return None, None, None, None
 
 
 _WRITTEN = (

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,7 +57,13 @@ class PerRecord(Contribution):
 
     def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
         self.parameters = tuple(gradients)
-        self._rows = {p: g.reshape(len(g), p.numel()) for p, g in gradients.items()}
+        # autograd's gradients are often transposed, and slow to copy: entries stay as they are in
+        # memory, with the order of their dimensions
+        self._orders = {p: _order(g) for p, g in gradients.items()}
+        self._rows = {
+            p: g.reshape(len(g), p.numel()) if order is None else g.permute(0, *order).flatten(1)
+            for (p, g), order in zip(gradients.items(), self._orders.values(), strict=True)
+        }
 
     def norm(self) -> Tensor:
         rows = self._rows.values()
@@ -64,14 +71,32 @@ class PerRecord(Contribution):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         for p, g in self._rows.items():
-            if (found := out.get(p)) is not None:
-                found.addmv_(in_type(g, factor.dtype).T, factor, beta=beta)
+            if (found := out.get(p)) is None:
+                continue
+            rows, order = in_type(g, factor.dtype).T, self._orders[p]
+            if order is None:
+                found.addmv_(rows, factor, beta=beta)
+            else:
+                total = begun(found, beta).view(p.shape).permute(*(k - 1 for k in order))
+                total.add_(rows.mv(factor).view(total.shape))
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        return self._rows
+        rows = dict(self._rows)
+        for p, order in self._orders.items():
+            if order is not None:
+                g = rows[p].unflatten(1, [p.shape[k - 1] for k in order])
+                rows[p] = g.permute(0, *(1 + k for k in np.argsort(order))).flatten(1)
+        return rows
 
     def keep_only(self, keep: Tensor) -> None:
         self._rows = {p: _kept(g, keep) for p, g in self._rows.items()}
+
+
+def _order(rows: Tensor) -> list[int] | None:
+    """The dimensions of a record in the order of memory; None if they are in order."""
+    strides = rows.stride()
+    found = sorted(range(1, rows.dim()), key=lambda k: -strides[k])
+    return None if found == [*range(1, rows.dim())] else found
 
 
 class Product(Contribution):

@@ -259,7 +259,8 @@ def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:
     is_number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
     if not (is_mask and is_number and mask.shape == t.shape[: mask.dim()]):
         return None
-    return t.masked_fill_(mask[(..., *[None] * (t.dim() - mask.dim()))], value)
+    where = mask[(..., *[None] * (t.dim() - mask.dim()))]
+    return t.copy_(torch.where(where, value, t))  # torch 2.12 maps no masked_fill_ of a tensor
 
 
 def _is_all_true(t: Tensor) -> Tensor:
