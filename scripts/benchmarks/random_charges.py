@@ -62,7 +62,7 @@ class Paths:
             found.append((delta, scale * (terms * w).real.sum(axis=1) / delta))
         both = np.array(found).reshape(-1, 2, 2, len(counts))  # direction, path
         one, other = both[:, 0, 0], both[:, 1, 0]
-        is_same = np.abs(one - other) <= SAME * one + LEAST
+        is_same = np.isfinite(one) & (np.abs(one - other) <= SAME * one + LEAST)
         delta = np.where(is_same, one, math.nan)
         worse = delta.argmax(axis=0)[None]  # NaN counts as the largest
         return (
