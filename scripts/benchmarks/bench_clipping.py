@@ -309,7 +309,7 @@ def main() -> None:
     if arguments.peak:
         print(json.dumps(peak(*arguments.peak, arguments.batches)))
         return
-    columns = "time", "time, freed memory kept", "peak memory", "vmap mode", "Opacus' best mode"
+    columns = "time", "time, freed memory kept", "peak memory", "time, vmap", "time, Opacus' best"
     print("| model | plain step |", " | ".join(columns), "|\n" + "|---" * 7 + "|")
     for name in arguments.models:
         options = ["--seconds", str(arguments.seconds), "--batches", str(arguments.batches)]

@@ -54,6 +54,7 @@ PAGES = {  # programs with their arguments, by the name of what they print
         "others": f"{HERE}/bench_accounting.py --others --limit 30",
         "scattered": f"{HERE}/bench_accounting.py --scattered",
         "compositions": f"{HERE}/random_compositions.py --lines {{folder}}/compositions.jsonl",
+        "charges": f"{HERE}/random_charges.py --seconds 900",
         "audits": f"{HERE}/audit_power.py --repeats 100 --sound 160",
         "sets": f"{HERE}/noise_aware_calibration.py --sets 5 --results {{folder}}/sets.jsonl",
         "tables": f"{HERE}/noise_aware_tables.py --prior-std 3 --data-root {{root}}"

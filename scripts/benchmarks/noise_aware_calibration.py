@@ -336,7 +336,7 @@ CELLS: dict[str, tuple[Make, float]] = {
     "8 groups with slopes": (groups(10_000, 8, has_slopes=True), 1.0),
     "horseshoe, d = 10": (horseshoe(10_000, 10), 1.0),
     "mixture of two": (mixture(10_000), 1.0),
-    "ordinal, 5 levels": (ordinal(10_000, 5), 1.0),
+    "ordinal, 4 levels": (ordinal(10_000, 5), 1.0),
     "logistic, d = 8, clip bound .5": (logistic(8, 2.0, 10_000, clip=0.5), 1.0),
     "logistic, d = 8, clip bound 1": (logistic(8, 2.0, 10_000, clip=1.0), 1.0),
     "logistic, d = 8, clip bound 2": (logistic(8, 2.0, 10_000, clip=2.0), 1.0),

@@ -289,10 +289,15 @@ def of_mixture(std: float, moves: list[float], chances: list[float], fine: int =
 
 def of_best(mu: float, mean: float, shape: float, fine: int = 1) -> Law:
     """The best of K Gaussian releases, scored by themselves: density f'(F(y)) p(y), with f the
-    probability generating function of K.
+    probability generating function of K, ((1 - (1 - gamma) s)^-shape - 1) / (gamma^-shape - 1).
     """
     x, w = line(-12.0, mu + 12.0, 0.04 / fine)
-    gamma = Repetitions(mean, shape).gamma
+
+    def excess(log_gamma: float) -> float:  # of E[K] = f'(1)
+        g = math.exp(log_gamma)
+        return -(1 - g) / (g * special.boxcox(g, shape)) - mean
+
+    gamma = math.exp(optimize.brentq(excess, -600.0, -1e-9, xtol=1e-14))
 
     def log_slope(cdf: Array) -> Array:
         return -(shape + 1) * np.log1p(-(1 - gamma) * cdf)

@@ -208,8 +208,8 @@ class PrivacyEngine:
             grad_sample_mode: all modes give the same sum. ``"bookkeeping"``, the default, computes
                 it by one ordinary backward pass of the model mapped over records. ``"vmap"`` runs
                 everything for one record at a time by ``torch.func``: it is slower, uses no kernels
-                of layers, and stores few per-sample gradients. ``"hooks"`` are Opacus' per-sample
-                gradients of whole batches, only with ``assume_independent_records``.
+                of layers, and keeps the gradient of each record in memory. ``"hooks"`` are Opacus'
+                per-sample gradients of whole batches, only with ``assume_independent_records``.
             loss_reduction: ``"mean"`` or ``"sum"``: the reduction of the loss over the batch. A
                 mean loss must divide by the number of records in the batch, as torch's criteria do.
             loss: ``(output, *targets) -> scalar`` of one record: train with ``net.private_loss(x,
