@@ -115,7 +115,13 @@ def test_the_command_says_what_there_is(full, path, capsys):
     before = path.read_bytes()
     assert main([str(path)]) == 0
     said = capsys.readouterr().out
-    for part in ("DPSGLD", "report", "epsilon = 3", "left for a new job", f"pid {os.getpid()}"):
+    for part in (
+        "DPSGLD",
+        "report",
+        "epsilon = 3",
+        "left for a new job, of each",
+        f"pid {os.getpid()}",
+    ):
         assert part in said
     assert main([str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

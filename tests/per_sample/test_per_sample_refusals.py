@@ -375,7 +375,7 @@ def test_a_bare_optimizer_needs_the_users_word():
     assert len(optimizer.accountant) == 0
     optimizer = made(assume_independent_records=True)
     optimizer.step()
-    assert "vouched for by the user" in optimizer.accountant.summary()
+    assert "as the user vouches" in optimizer.accountant.summary()
 
 
 @pytest.mark.parametrize("mode", [None, "hooks"])
@@ -388,7 +388,7 @@ def test_a_model_that_cannot_be_mapped_runs_where_it_is_vouched_for(mode):
     with pytest.raises(ModelError):
         run(copy.deepcopy(net))
     optimizer = run(net, grad_sample_mode=mode, assume_independent_records=True)
-    assert "vouched for by the user" in optimizer.accountant.summary()
+    assert "as the user vouches" in optimizer.accountant.summary()
 
 
 def test_hooks_take_empty_batches():

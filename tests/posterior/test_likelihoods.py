@@ -39,7 +39,7 @@ def test_classes(numbers, of, temperature, scale):
     log_p = scores - logsumexp(scores, -1, keepdims=True)
     p, log_mean = np.exp(log_p), logsumexp(log_p, 0) - math.log(size)
     # the average is what is tempered
-    tempered, samples._temperature = log_softmax(log_mean / temperature, -1), temperature
+    tempered, samples.temperature = log_softmax(log_mean / temperature, -1), temperature
     points, average = (q if kind == "categorical" else q[..., 1] for q in (p, np.exp(tempered)))
     y = generator.integers(p.shape[-1], size=p.shape[1:-1])
     predicted = samples.predict(model, x)
@@ -85,7 +85,7 @@ def test_normal(numbers, form, temperature):
         stds = np.exp(np.broadcast_to(scales[:, None], means.shape))
         options = {"noise_std": lambda net: net.log_std.exp(), "scales": scales}
     samples, model, x = sampled(outputs, "normal", **options)
-    samples._temperature, stds = temperature, stds * math.sqrt(temperature)
+    samples.temperature, stds = temperature, stds * math.sqrt(temperature)
     assert samples.predict(model, x).numpy() == pytest.approx(means.mean(0))
     y = generator.normal(scale=2, size=shape)
     each = norm.logpdf(y, means, stds).reshape(size, n, -1).sum(2)

@@ -110,7 +110,7 @@ def ledger_text(found: dict[str, Any], summary: str) -> str:
     """The report for a terminal."""
     lines = [summary]
     if found["remaining"]:
-        lines.append("left for a new job")
+        lines.append("left for a new job, of each kind alone")
     for line in found["remaining"]:
         steps = "any number" if line["steps"] is None else line["steps"]
         lines.append(f"  {steps} x {line['event']}  ({line['label'] or 'no label'})")

@@ -47,7 +47,7 @@ def summary(
     lines.append(f"  guarantee   {guarantee_in_words(history, delta)}")
     lines.append(
         f"  risk        an attack with a false-positive rate of {risk.false_positive_rate:.1%}"
-        f" finds at most {risk.true_positive_rate:.4g} of the {settings.unit}s in the data;"
+        f" finds at most {risk.true_positive_rate:.3%} of the {settings.unit}s in the data;"
         f" advantage <= {risk.advantage:.4g}"
     )
     if history.path is not None:

@@ -72,8 +72,8 @@ class PrivacyEngine:
         """The accountant that all optimizers of this engine charge."""
         if self._accountant is None:
             raise StateError(
-                "the accountant is made by make_private; pass PrivacyEngine(accountant=...) if"
-                " you need it earlier"
+                "nothing is charged yet: make_private makes the accountant; pass"
+                " PrivacyEngine(accountant=...) if you need it earlier"
             )
         return self._accountant
 

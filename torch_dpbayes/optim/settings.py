@@ -225,7 +225,8 @@ class OwnNoise(Optimizer):
         'The sampling scheme, such as "poisson" or "recordwise"; None if it is not stated.',
     )
     independence = ReadOnly[str](
-        "release.independence", 'How records are kept apart: "by construction" or "vouched for".'
+        "release.independence",
+        "How records are kept apart: by construction, or as the user vouches.",
     )
 
     @property

@@ -22,7 +22,7 @@ from .arithmetic import constant, full_precision, joined
 from .contributions import Contribution, PerRecord, begun, in_type, norms_of
 from .followed import Batch, Followed
 
-VOUCHED = "vouched for by the user (assume_independent_records=True)"
+VOUCHED = "as the user vouches (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"
 _ATTRIBUTE = "_dpbayes_gradient_source"
 

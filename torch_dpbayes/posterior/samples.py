@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError, CheckpointError, SamplesError
+from ..noise import check_positive
 from . import calibration, files, outputs
 from .likelihoods import NoiseStd, forgotten_noise_std, likelihood_of
 from .outputs import Forward, require_same_buffers
@@ -166,6 +167,10 @@ class PosteriorSamples(Predictions):
         """
         return self._temperature
 
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._temperature = check_positive("temperature", value)
+
     def calibrate(
         self,
         model: nn.Module,
@@ -248,7 +253,8 @@ class PosteriorSamples(Predictions):
             warnings.warn(
                 "the noise of this calibration is too large to determine the temperature: log T ="
                 f" {unit * t:.2f} ± {unit * std:.2f}, and without data ±"
-                f" {unit * calibration.PRIOR_STD:g}. Use a larger share of the budget.",
+                f" {unit * calibration.PRIOR_STD:g}. Use a larger share of the budget, or set"
+                " samples.temperature = 1.",
                 stacklevel=2,
             )
         return self._temperature
