@@ -252,6 +252,16 @@ def test_a_compiled_model_runs(backend, is_before):
         assert_sum(optimizer.release.source, net, gradients, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_backward_pass_runs():
+    torch._dynamo.reset()
+    net, x, y = mlp(), torch.randn(5, 6), torch.randint(3, (5,))
+    gradients, source = gradients_of_records(net, entropy, (x, y)), VmapGradientSource(net)
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        entropy(net, *delivered(x, y)).backward()
+    assert_sum(source, net, gradients, atol=1e-6)
+
+
 # -- buffers and frozen parameters -----------------------------------------------------------------
 
 

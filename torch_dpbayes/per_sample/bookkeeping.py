@@ -69,7 +69,6 @@ class BookkeepingGradientSource(GradientSource):
         self.step = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._gradients: dict[Tensor, Tensor] = {}  # of parameters that take part in the map
-        self._anchor = torch.zeros((), requires_grad=True)
         self._held: list[tuple[str, Tensor, int]] = []  # tensors of layers, with their versions
         self._versions: list[tuple[str, Tensor, int]] = []  # parameters in the last forward pass
         self._layers = [
@@ -198,9 +197,10 @@ class BookkeepingGradientSource(GradientSource):
             with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
+                anchors = [torch.zeros((), requires_grad=True) for _ in direct]
                 copies: list[Tensor] = [
-                    _Copies.apply(self._anchor, p.detach(), n, partial(self._receive, gradients, p))
-                    for p in direct
+                    _Copies.apply(anchor, p.detach(), n, partial(self._receive, gradients, p))
+                    for anchor, p in zip(anchors, direct, strict=True)
                 ]
                 self._versions += [("a parameter", copy, copy._version) for copy in copies]
                 self.record_map = record_map = RecordMap(n)
@@ -209,7 +209,7 @@ class BookkeepingGradientSource(GradientSource):
             self.record_map = None
         if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
-        return found, [self._anchor, *leaves]
+        return found, [*anchors, *leaves]
 
     def _receive(self, found: dict[Tensor, Tensor], p: Tensor, rows: Tensor) -> None:
         """Store the gradients of a parameter's copies. A later use of them adds to the first."""
