@@ -233,7 +233,9 @@ def test_programs_run_by_construction(name, mode):
     clip = middle_norm(gradients)
     options = {"grad_sample_mode": mode, "assume_independent_records": mode == "hooks"}
     net, optimizer, loader = private(net, *data, clip=clip, **options)
-    assert optimizer.independence.startswith("as the user" if mode == "hooks" else "by construction")
+    assert optimizer.independence.startswith(
+        "as the user" if mode == "hooks" else "by construction"
+    )
     for batch in loader:
         entropy(net, *batch).backward()
         assert_sum(optimizer.release.source, net, gradients, clip)

@@ -188,6 +188,21 @@ def test_what_a_pass_writes_into_parameters_stays_out_of_them(mode):
     refused(lambda: sum_of(source, net, 0.3), "step-changed")
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_copy_is_made_beside_any_number_of_records(n):
+    copies = []
+
+    def of_one(slices):
+        column = torch.eye(3) @ slices[0]
+        copies.append(column.contiguous() is not column)
+        column.ravel().add_(1.0)
+        return [column]
+
+    x = torch.randn(n, 3)
+    assert torch.equal(RecordMap(n)(of_one, [x])[0], x)
+    assert copies == [True]
+
+
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []
