@@ -295,8 +295,10 @@ def _layout(function: Callable[..., Any]) -> Callable[..., Any]:
     """Strides without the number of records, by which vmap multiplies them for some layouts."""
 
     def run(t: Tensor, *args: Any, **options: Any) -> Any:
-        shown = torch.empty(t.shape, device="meta")
-        return None if _is_apart(t) else function(shown, *args, **options)
+        if _is_apart(t):
+            return None
+        with torch._C.DisableTorchFunction():
+            return function(torch.empty(t.shape, device="meta"), *args, **options)
 
     return run
 
