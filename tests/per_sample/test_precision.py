@@ -33,6 +33,14 @@ from torch_dpbayes.per_sample.hooks import HooksGradientSource
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
+def test_norms_of_long_gradients_are_not_too_small():
+    """Torch's own norm of this one is."""
+    rows = torch.randn(2, 1_000_003)
+    weight = nn.Parameter(torch.zeros(1_000_003))
+    norm = contributions.PerRecord({weight: rows}).norm().double()
+    assert ((norm / rows.double().norm(dim=1) - 1).abs() <= 2**-21).all()
+
+
 @pytest.mark.parametrize("machine", [None, H200, T4], ids=["CPU", "H200", "T4"])
 @examples(120)
 @example((1, 1), 2, (-10, -30), 1.0, False, torch.float32, 0)  # norms below float32's normal ones

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from ..per_sample.arithmetic import row_norms
+
 _aten = torch.ops.aten
 _SAME = {
     _aten.view.default,
@@ -58,7 +60,7 @@ class Piece(NamedTuple):
     def norms(self) -> Tensor:
         """(records,)."""
         if self.column is None:
-            return torch.linalg.vector_norm(self.values, dim=1)
+            return row_norms(self.values)
         return self.values.abs()
 
     def weighted_sum(self, factors: Tensor) -> Tensor:

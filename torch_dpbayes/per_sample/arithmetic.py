@@ -54,6 +54,7 @@ _SHARE = 512 * 4
 # B200. All others have 1/32 or 1/64 of it.
 _DOUBLE = frozenset(((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)))
 _SMALLEST = 2**22  # numbers: the smallest piece on an accelerator
+_LONG = 4096  # numbers: the error of their float32 norm is a few units of 2⁻²⁴
 
 
 @functools.lru_cache(64)
@@ -179,6 +180,19 @@ def _precision(kind: str, *, is_full: bool) -> Iterator[None]:
             _set_precision_of(*of, value)
         if is_full:
             _found.pop()
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Norms of the rows of a matrix, float32 or better. Long rows are cut into pieces: torch's own
+    error grows with their length, and the norm of a million numbers is 2e-5 too small.
+    """
+    dtype, count = wide(rows), rows.shape[1] // _LONG
+    if count < 2:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    pieces = rows[:, : count * _LONG].unflatten(1, (count, _LONG))
+    rest = torch.linalg.vector_norm(rows[:, count * _LONG :], dim=1, keepdim=True, dtype=dtype)
+    norms = torch.linalg.vector_norm(pieces, dim=2, dtype=dtype)
+    return row_norms(torch.cat([norms, rest], 1))
 
 
 def joined(norms: list[Tensor]) -> Tensor:

@@ -197,12 +197,14 @@ class BookkeepingGradientSource(GradientSource):
             with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
-                anchors = [torch.zeros((), requires_grad=True) for _ in direct]
-                copies: list[Tensor] = [
-                    _Copies.apply(anchor, p.detach(), n, partial(self._receive, gradients, p))
-                    for anchor, p in zip(anchors, direct, strict=True)
-                ]
-                self._versions += [("a parameter", copy, copy._version) for copy in copies]
+                anchors, copies = list[Tensor](), list[Tensor]()
+                for p in direct:
+                    anchor = torch.zeros((), requires_grad=True)
+                    receive = partial(self._receive, gradients, p)
+                    copy: Tensor = _Copies.apply(anchor, p.detach(), n, receive)
+                    anchors.append(anchor)
+                    copies.append(copy)
+                    self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(of_one, [*rows, *copies])
         finally:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, constant, is_split, joined, pieces, split, wide
+from .arithmetic import (
+    LOST_IN_SPLIT,
+    constant,
+    is_split,
+    joined,
+    pieces,
+    row_norms,
+    split,
+    wide,
+)
 
 
 class Contribution(ABC):
@@ -66,8 +75,7 @@ class PerRecord(Contribution):
         }
 
     def norm(self) -> Tensor:
-        rows = self._rows.values()
-        return joined([torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in rows])
+        return joined([row_norms(g) for g in self._rows.values()])
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         for p, g in self._rows.items():
@@ -175,7 +183,12 @@ class Outer(Product):
         self.parameters += () if bias is None else (bias,)
         self._is_split = is_split(backprops)
         if backprops.dim() == 2:
-            norm = self._vector_norm()
+            norm = _norm_above(backprops)
+            if weight is not None and bias is None:
+                norm.mul_(_norm_above(inputs))
+            elif weight is not None:
+                # inputs whose squares underflow are negligible compared to the bias' 1
+                norm = row_norms(inputs).mul_(norm).hypot_(norm)
             self.norms = norm.mul_(1 + LOST_IN_SPLIT) if self._is_split else norm
 
     @property
@@ -199,16 +212,6 @@ class Outer(Product):
         found = [found_by(self, *some_records) for some_records in parts]
         norms, sizes = (beside(f) for f in zip(*found, strict=True))
         return norms + LOST_IN_SPLIT * sizes if self._is_split else norms, sizes
-
-    def _vector_norm(self) -> Tensor:
-        g = _norm_above(self.backprops)
-        if self.weight is None:
-            return g
-        if self.bias is None:
-            return g.mul_(_norm_above(self.inputs))
-        # inputs whose squares underflow are negligible compared to the bias' 1
-        a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
-        return a.mul_(g).hypot_(g)
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         whole = self.backprops, self.inputs, factor
@@ -294,7 +297,7 @@ def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tens
         size = size * (of_inputs if like.bias is None else of_inputs.hypot(torch.ones(())))
     size = size.sum(1)
     rows = torch.cat(list(outer(like.weight, like.bias, a, g).values()), 1)
-    norm = torch.linalg.vector_norm(rows, dim=1).add_(_lost_in_squares(rows))
+    norm = row_norms(rows).add_(_lost_in_squares(rows))
     return norm.add_(size, alpha=g.shape[1] * 2.0**-24), size
 
 
@@ -447,7 +450,7 @@ def _norm_above(t: Tensor) -> Tensor:
     """Row norms plus an upper bound for squares that underflow: they count if they are multiplied
     by a huge number.
     """
-    norms = torch.linalg.vector_norm(t, dim=1, dtype=wide(t))
+    norms = row_norms(t)
     return norms.add_(constant(_lost_in_squares(t), norms.dtype))
 
 

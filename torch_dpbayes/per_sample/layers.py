@@ -24,7 +24,7 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import pieces, wide
+from .arithmetic import pieces, row_norms, wide
 from .contributions import (
     Contribution,
     Outer,
@@ -238,11 +238,8 @@ class Convolution(Product):
         of its terms.
         """
         gradients = self.instantiate(inputs, backprops, self.way)
-        norms = [torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in gradients]
-        of_inputs, of_outputs = (
-            torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide(t))
-            for t in (inputs, backprops)
-        )
+        norms = [row_norms(g) for g in gradients]
+        of_inputs, of_outputs = (row_norms(t.flatten(1)) for t in (inputs, backprops))
         # the number of positions that use an input
         overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
         return beside(norms), of_inputs * of_outputs * math.sqrt(overlap)
