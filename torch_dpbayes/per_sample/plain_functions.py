@@ -303,6 +303,11 @@ def _layout(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _offset(t: Tensor) -> int | None:
+    """0: the numbers before a slice may be those of all records."""
+    return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
+
+
 def _contiguous(t: Tensor, **options: Any) -> Tensor | None:
     """A copy also of a record that is alone in its batch, and of which torch would make none."""
     return None if options or _is_apart(t) else t.clone(memory_format=torch.contiguous_format)
@@ -377,7 +382,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), _strided),
     Tensor.contiguous: _contiguous,
     **dict.fromkeys((torch.ravel, Tensor.ravel), _flat),
-    **{f: _layout(f) for f in (Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous)},
+    Tensor.storage_offset: _offset,
+    **{f: _layout(f) for f in (Tensor.stride, Tensor.is_contiguous)},
     F.embedding: embedding,
     torch.embedding: _table,
     F.embedding_bag: embedding_bag,
