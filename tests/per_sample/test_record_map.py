@@ -204,6 +204,15 @@ def test_a_copy_is_made_beside_any_number_of_records(n):
     assert copies == [(True, 0)]
 
 
+def test_a_view_begins_where_its_tensor_does():
+    """An offset counts from memory that all records may share."""
+
+    def of_one(slices):
+        return [(torch.eye(3) @ slices[0])[2:].as_strided((1,), (1,), 0)]
+
+    refused(lambda: RecordMap(2)(of_one, [torch.randn(2, 3)]), "model-map")
+
+
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []

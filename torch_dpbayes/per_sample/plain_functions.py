@@ -282,9 +282,9 @@ def _is_apart(t: Tensor) -> bool:
     return True
 
 
-def _strided(t: Tensor, *_: Any, **__: Any) -> None:
+def _strided(t: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> None:
     """Refuse a view that vmap would lay over other records, or whose gradient it would mix."""
-    if not _is_apart(t):
+    if storage_offset is not None or not _is_apart(t):
         raise ModelError(
             "as_strided would read the memory of other records: write view, unfold or an index",
             code="model-map",
