@@ -80,7 +80,7 @@ def made_private(
         raise ArgumentError(
             f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier};"
             f" epsilon = {run.target} after {settings.epochs} epochs needs at least"
-            f" {floor:.4f}: build it with that, or pass a factory",
+            f" {floor:.4f}: build it with this noise, or pass a factory",
             code="optimizer-settings",
         )
     require_own_streams(optimizer, loader)

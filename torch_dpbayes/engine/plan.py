@@ -196,7 +196,7 @@ class Run:
                 )
         if is_held(accountant) and (epsilon, delta) != budget:
             raise ArgumentError(
-                f"this accountant's guarantee is always its whole budget, {budget}: pass that as"
+                f"this accountant's guarantee is always its whole budget, {budget}: pass this as"
                 " the target, or use make_private. accountant.summary() says why.",
                 code="budget-whole",
             )

@@ -89,7 +89,7 @@ class Settings(Generic[ModuleT]):
                 " run: pass one of them"
             )
         if has_target and self.noise_multiplier is not None:
-            raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
+            raise ArgumentError("target_epsilon sets the least noise: leave out noise_multiplier")
         if (share := self.calibrate) is not None:
             if not has_target or not isinstance(share, int | float) or not 0 < share < 1:
                 raise ArgumentError(

@@ -232,7 +232,7 @@ class Predictions(Chain):
         if float(is_apart.double().mean()) >= 0.5:
             warnings.warn(
                 "the two halves of the samples disagree about most predictions (R-hat up to"
-                f" {float(found.max()):.3g}): the chain has not settled. Collect later or longer.",
+                f" {float(found.max()):.3g}): the chain has not settled. Raise burn_in= or steps.",
                 stacklevel=2,
             )
         return found
