@@ -1,4 +1,4 @@
-"""Checks on synthetic rows, before any data are read, whether a record's term depends on others.
+"""Checks on synthetic rows, before data are read, whether a record's term depends on other rows.
 
 A model that mixes rows would be another model if it ran on one row at a time. So Pyro runs it on
 several synthetic rows together, also with missing or large values in one of them. If a term differs

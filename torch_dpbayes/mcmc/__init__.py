@@ -1,5 +1,5 @@
-"""Kernels for ``pyro.infer.MCMC``: differentially private chains that sample the exact
-posterior.
+"""Kernels for ``pyro.infer.MCMC``: differentially private chains, which sample the exact posterior
+if nothing is clipped.
 
 Each algorithm has one file, with the same parts in the same order: formula, source, arguments and
 privacy of the class; its settings; the state that is not pickled; ``_prepare`` (the model and

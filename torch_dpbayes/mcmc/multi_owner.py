@@ -1,4 +1,4 @@
-r"""Chains over the data of several owners, who do not show them to each other.
+r"""Chains over the records of several owners, who do not show each other their records.
 
 Every owner is a rank of a ``torch.distributed`` process group, with its own records, its own
 accountant and its own noise. In an iteration a rank sends its clipped sum plus its own noise, and

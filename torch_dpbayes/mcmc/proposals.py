@@ -1,5 +1,5 @@
 """Moves of a kernel: the random walk or the user's proposal of a penalty kernel, the momenta of
-DP-HMC, and the free moves of the latents that no record reads.
+DP-HMC, and moves without cost of the latents outside the likelihood.
 """
 
 from __future__ import annotations

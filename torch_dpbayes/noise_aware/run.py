@@ -1,5 +1,5 @@
-"""The private run: the split of the budget among its releases, and the releases of scores, each at
-the mode given the earlier releases.
+"""The private run: divides the budget among the releases, and releases sums of scores, each at the
+mode given the earlier releases.
 
 **Privacy.** All events are charged before the first release, with noise multipliers that are
 functions of public numbers. The point, whitening and clip bound of a release are functions of
