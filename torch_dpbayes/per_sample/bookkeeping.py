@@ -64,9 +64,9 @@ class BookkeepingGradientSource(GradientSource):
     ) -> None:
         super().__init__(module, loss_reduction, assume_independent=assume_independent)
         self.follows = not assume_independent
-        self._is_paused = False
+        self._is_paused = self.is_second_way = False
         # only forward passes of the current step may be backpropagated; discard() increases it
-        self.step = 0
+        self.step = self._records = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._gradients: dict[Tensor, Tensor] = {}  # of parameters that take part in the map
         self._held: list[tuple[str, Tensor, int]] = []  # tensors of layers, with their versions
@@ -138,6 +138,11 @@ class BookkeepingGradientSource(GradientSource):
         uses: list[int] = []
         for contribution in found:
             uses += map(id, contribution.parameters)
+        if found and not self.mapped.is_checking:
+            # the loss of this step does not depend on them, for no record
+            for p in self._parameters:
+                if p.requires_grad and id(p) not in uses:
+                    found.append(PerRecord({p: p.new_zeros(()).expand(self._records, *p.shape)}))
         if len(set(uses)) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
@@ -179,6 +184,7 @@ class BookkeepingGradientSource(GradientSource):
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
+        self._records = n
         leaves = [layer.anchor for layer in self._layers]
         self._versions = []
         for parameter in self._parameters:
@@ -205,7 +211,7 @@ class BookkeepingGradientSource(GradientSource):
                     anchors.append(anchor)
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
-                self.record_map = record_map = RecordMap(n)
+                self.record_map = record_map = RecordMap(n, is_second_way=self.is_second_way)
                 found = record_map(of_one, [*rows, *copies])
         finally:
             self.record_map = None
@@ -216,13 +222,22 @@ class BookkeepingGradientSource(GradientSource):
     def _receive(self, found: dict[Tensor, Tensor], p: Tensor, rows: Tensor) -> None:
         """Store the gradients of a parameter's copies. A later use of them adds to the first."""
         found[p] = found[p] + rows if p in found else rows
-        self._held.append(("the gradient of a parameter", rows, rows._version))
+        self._hold("the gradient of a parameter", rows)
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """Record what the backward pass found for a layer."""
         self._noted.append((layer, what))
         for t in what if isinstance(what, tuple) else what.held:
-            self._held.append((layer.tensors, t, t._version))
+            self._hold(layer.tensors, t)
+
+    def _hold(self, name: str, t: Tensor) -> None:
+        """Note a tensor that must not change until the sum is computed."""
+        if t.is_inference():
+            raise StepError(
+                "backward() runs under torch.inference_mode(): call it outside",
+                code="loss-backward",
+            )
+        self._held.append((name, t, t._version))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model can remove the hooks. It contains no data."""

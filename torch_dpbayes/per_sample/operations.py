@@ -26,13 +26,18 @@ from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors, synthetic_row
-from .plain_functions import FUNCTIONS, gaussian_nll, is_row_by_row, losses_at_once
+from .plain_functions import (
+    FUNCTIONS,
+    gaussian_nll,
+    is_row_by_row,
+    losses_at_once,
+    of_those_that_run,
+)
 from .record_map import (
     CannotBeMapped,
     RecordMap,
     as_traced,
     in_plain_words,
-    of_those_that_run,
     require_no_modes,
     without_values,
 )
