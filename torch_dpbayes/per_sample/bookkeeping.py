@@ -157,7 +157,7 @@ class BookkeepingGradientSource(GradientSource):
         self.zero_grad(parameters)
         self._gradients, self._versions = {}, []
         self.step += 1
-        self.passes, self.is_empty = 0, False
+        self.passes = self.spare = 0
 
     def remove(self) -> None:
         super().remove()

@@ -315,8 +315,7 @@ def _run_group_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
 
 
 def _run_instance_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
-    # torch.instance_norm has other gradients for a batch of one, if its output is transposed
-    return _torch.group_norm(x, x.shape[1], w, b, module.eps)
+    return _torch.instance_norm(x, w, b, None, None, True, 0.0, module.eps, True)
 
 
 Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]

@@ -188,7 +188,10 @@ class _Comparison:
             if error.code != "model-map" or self.source.is_second_way:
                 raise
             self.source.is_second_way = True
-            self.run()
+            try:
+                self.run()
+            except ModelError as second:
+                raise (error if second.code == error.code else second) from None
         finally:
             self.source.mapped.is_checking = False
 

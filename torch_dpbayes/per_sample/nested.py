@@ -225,6 +225,15 @@ def rows_of(arguments: tuple[Any, ...], row: int) -> tuple[Any, ...]:
     return tuple(map_tensors(arguments, lambda t: t[row : row + 1] if t.dim() > 0 else t))
 
 
+def two_rows(t: Tensor) -> Tensor:
+    """The rows, with spare ones behind them if there are less than two: torch computes a batch of
+    one in other ways, for example gradients of ``instance_norm``, so one record would show in
+    what the other contributes.
+    """
+    rows = t if len(t) else synthetic_row(t)
+    return rows if len(rows) > 1 else torch.cat([rows, rows])
+
+
 def synthetic_row(t: Tensor) -> Tensor:
     """A record with the shape of these rows. Integers are zero. Floats are in (0, 1), so they are
     valid probabilities; square matrices are invertible and have a Cholesky factor.

@@ -446,14 +446,14 @@ _LAYOUTS = (torch.channels_last, torch.channels_last_3d)
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 # what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records, and associative_scan
-_EMPTY_OPERATOR, _SLICE = torch.ops.aten.empty.memory_format, torch.ops.aten.slice
-_LIKE_FUNCTIONS: Any = (_EMPTY_OPERATOR, torch.ops.aten.lift_fresh_copy.default, _SLICE)
+_aten: Any = torch.ops.aten
+_LIKE_FUNCTIONS = (_aten.empty.memory_format, _aten.lift_fresh_copy.default, _aten.slice)
 _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
-_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _EMPTY_OPERATOR}
+_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _LIKE_FUNCTIONS[0]}
 # what the second way makes in another way; the arguments of what is drawn hold no record's values
 _DRAWN = frozenset((torch.rand, torch.randn, torch.randint))
-_MADE = {torch.zeros, torch.ones, torch.full, torch.eye, torch.zeros_like, torch.ones_like}
-_MADE |= {torch.full_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, *_DRAWN}
+_MADE = {torch.zeros, torch.ones, torch.full, torch.eye, *_DRAWN}
+_MADE |= {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
