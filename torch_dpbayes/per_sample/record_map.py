@@ -202,7 +202,8 @@ class RecordMap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("memory_format") in _LAYOUTS:  # it has a meaning for whole batches only
+        # it has a meaning for whole batches only
+        if "memory_format" in kwargs and kwargs["memory_format"] in _LAYOUTS:
             kwargs = {name: v for name, v in kwargs.items() if name != "memory_format"}
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
