@@ -221,23 +221,15 @@ class BookkeepingGradientSource(GradientSource):
 
     def _receive(self, found: dict[Tensor, Tensor], p: Tensor, rows: Tensor) -> None:
         """Store the gradients of a parameter's copies. A later use of them adds to the first."""
+        require_first_backward(False)
         found[p] = found[p] + rows if p in found else rows
-        self._hold("the gradient of a parameter", rows)
+        self._held.append(("the gradient of a parameter", rows, rows._version))
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """Record what the backward pass found for a layer."""
         self._noted.append((layer, what))
         for t in what if isinstance(what, tuple) else what.held:
-            self._hold(layer.tensors, t)
-
-    def _hold(self, name: str, t: Tensor) -> None:
-        """Note a tensor that must not change until the sum is computed."""
-        if t.is_inference():
-            raise StepError(
-                "backward() runs under torch.inference_mode(): call it outside",
-                code="loss-backward",
-            )
-        self._held.append((name, t, t._version))
+            self._held.append((layer.tensors, t, t._version))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model can remove the hooks. It contains no data."""

@@ -219,7 +219,11 @@ class GradientSource(ABC):
 
 
 def require_first_backward(is_again: bool) -> None:
-    """Raise in a backward pass that would be recorded twice, or never."""
+    """Raise in a backward pass that would be recorded twice, or never, or without versions."""
+    if torch.is_inference_mode_enabled():
+        raise StepError(
+            "backward() runs under torch.inference_mode(): call it outside", code="loss-backward"
+        )
     if is_again:
         raise StepError(
             "backward() ran twice through one forward pass, or through that of an earlier batch:"

@@ -25,14 +25,8 @@ from ..noise import PrivateRandomness
 from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
-from .nested import map_tensors, two_rows
-from .plain_functions import (
-    FUNCTIONS,
-    gaussian_nll,
-    is_row_by_row,
-    losses_at_once,
-    of_those_that_run,
-)
+from .nested import map_tensors, of_those_that_run, two_rows
+from .plain_functions import FUNCTIONS, gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
     CannotBeMapped,
     RecordMap,
@@ -74,7 +68,7 @@ class Delivery:
                     " is stored",
                     code="loss-mixes",
                 )
-            return Followed(two_rows(t).unsqueeze(1), batch)
+            return Followed((two_rows(t) if batch.spare else t).unsqueeze(1), batch)
 
         return map_tensors(delivered, followed)
 

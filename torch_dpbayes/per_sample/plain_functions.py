@@ -23,48 +23,7 @@ from torch._C._functorch import (
 )
 from torch._decomp import decompositions as rnn
 
-from ..errors import DPBayesError, ModelError
-from .nested import synthetic_row
-
-
-def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Call ``run``, a function of torch, for all records. A record for which it fails gets NaN,
-    which counts as zero: no record stops a step.
-
-    Raises:
-        Exception: the error of ``run``, if it fails for a synthetic record, too.
-    """
-    try:
-        return run(*rows)
-    except DPBayesError:
-        raise
-    except Exception:
-        pass  # its text may hold values of a record
-    spare = [synthetic_row(t) for t in rows]
-    run(*spare)
-    fails = torch.tensor(which_fail(run, rows))
-
-    def put(value: Tensor | float, t: Tensor) -> Tensor:
-        where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
-        return torch.where(where, value, t)
-
-    found = run(*(put(s, t) for s, t in zip(spare, rows, strict=True)))
-    return put(math.nan, found) if found.is_floating_point() else found
-
-
-def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
-    """Which records fail; found by bisection of the batch."""
-    count = len(rows[0])
-    try:
-        run(*rows)
-    except torch.OutOfMemoryError:  # no record causes it
-        raise
-    except Exception:
-        if count == 1:
-            return [True]
-        half = count // 2
-        return which_fail(run, [t[:half] for t in rows]) + which_fail(run, [t[half:] for t in rows])
-    return [False] * count
+from ..errors import ModelError
 
 
 def _recurrent(one_layer: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:

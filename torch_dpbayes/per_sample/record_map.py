@@ -38,14 +38,8 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .plain_functions import (
-    BY_ELEMENT,
-    FUNCTIONS,
-    OF_CLASSES,
-    is_row_by_row,
-    losses_at_once,
-    of_those_that_run,
-)
+from .nested import of_those_that_run
+from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
