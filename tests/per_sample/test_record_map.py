@@ -457,6 +457,9 @@ OF_SHARES = {
     "normal": lambda x: torch.normal(x, x),
     "cholesky": lambda x: torch.linalg.cholesky(x[..., None] * torch.eye(6)).sum(-1),
     "cross entropy": lambda x: F.binary_cross_entropy(x, x, reduction="none"),
+    "covariance": lambda x: (
+        x + torch.distributions.MultivariateNormal(x, torch.diag_embed(x)).log_prob(x)[:, None]
+    ),
     "checked distribution": lambda x: torch.distributions.Normal(x, x, True).log_prob(x),
 }
 

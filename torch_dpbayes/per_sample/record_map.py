@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
+from torch.distributions import Distribution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -88,7 +89,7 @@ _OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "sh
 
 torch.func.vmap(torch.clone)(torch.zeros(1))  # loads the batching rules
 _compiler: Any = torch.compiler
-_lock, _flags = Lock(), list[bool]()  # the flag before each running map, of all threads
+_lock, _flags = Lock(), list[tuple[bool, bool]]()  # before each running map, of all threads
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
 
 
@@ -404,13 +405,14 @@ class as_traced:
     """Set torch's state to that of a traced program. Hooks on saved tensors are then not called:
     they would see all records, and could mix them. So ``checkpoint`` runs its function once.
     ``transformers`` builds every attention mask, and does not decide by values of tokens, which
-    differ between records.
+    differ between records. ``torch.distributions`` does not check values: those of an invalid
+    record are not finite, and count as zero.
     """
 
     def __enter__(self) -> None:
         with _lock:
-            _flags.append(_compiler._is_compiling_flag)
-            _compiler._is_compiling_flag = True
+            _flags.append((_compiler._is_compiling_flag, Distribution._validate_args))
+            _compiler._is_compiling_flag, Distribution._validate_args = True, False
         self._is_tracing = _trace_hooks(True)
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -418,7 +420,7 @@ class as_traced:
         with _lock:
             before = _flags.pop()
             if not _flags:  # the last map of all threads; the others must leave the flag set
-                _compiler._is_compiling_flag = before
+                _compiler._is_compiling_flag, Distribution._validate_args = before
         if kind is None and not is_traced:  # torch.compiler.reset() was called
             raise CannotBeMapped("it resets torch's compiler: remove this from forward")
 
