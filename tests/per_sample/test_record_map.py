@@ -243,6 +243,16 @@ def test_a_random_number_that_is_read_is_one_for_all_records(mode):
     assert sizes == {4}
 
 
+def test_several_ranks_read_no_random_number(monkeypatch):
+    """It would be another one on each rank, and a new record may move others to another rank."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def of_one(slices):
+        return [slices[0] * float(torch.rand(1))]
+
+    refused(lambda: RecordMap(2, is_second_way=True)(of_one, [torch.ones(2, 1)]), "model-map")
+
+
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []

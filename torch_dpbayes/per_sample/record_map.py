@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # functorch's own steps instead of torch.func.vmap, which takes 0.1 ms more for every layer
 from torch._C import _functorch as functorch
@@ -300,10 +300,12 @@ class RecordMap(TorchFunctionMode):
 
     def _of_all(self, drawn: Tensor) -> Tensor:
         """A single random number for all records: that of the first. No record has another use for
-        it, so adding a record changes nothing for the others.
+        it, so adding a record changes nothing for the others. It would if ranks had different ones,
+        because it may move records from rank to rank.
         """
         is_single = is_batchedtensor(drawn) and drawn.dim() < 2 and drawn.numel() == 1
-        if not is_single or functorch.maybe_current_level() != self._level:
+        is_alone = not (distributed.is_available() and distributed.is_initialized())
+        if not (is_single and is_alone) or functorch.maybe_current_level() != self._level:
             return drawn
         shape = drawn.shape
         with torch._C.DisableTorchFunction():
