@@ -188,10 +188,7 @@ class _Comparison:
             if error.code != "model-map" or self.source.is_second_way:
                 raise
             self.source.is_second_way = True
-            try:
-                self.run()
-            except ModelError as second:
-                raise (error if second.code == error.code else second) from None
+            self.run()
         finally:
             self.source.mapped.is_checking = False
 
