@@ -243,6 +243,16 @@ def test_a_random_number_that_is_read_is_one_for_all_records(mode):
     assert sizes == {4}
 
 
+def test_a_choice_by_chance_is_not_refused_by_chance():
+    """Two runs for a record may choose the same, and another than in the map."""
+
+    def function(net, x):
+        return net.last(x) * (1 - 2 * torch.multinomial(torch.ones(len(x), 2), 1))
+
+    for _ in range(60):
+        private(Of(function, last=head()), torch.randn(7, 6), torch.zeros(7).long())
+
+
 def test_several_ranks_read_no_random_number(monkeypatch):
     """It would be another one on each rank, and a new record may move others to another rank."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

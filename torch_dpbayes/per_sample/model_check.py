@@ -92,7 +92,10 @@ class _WithoutRandomness(TorchFunctionMode):
             kwargs["dropout_p"] = 0.0
         elif place < len(args):
             args = (*args[:place], 0.0, *args[place + 1 :])
+        state = torch.get_rng_state() if name in _DRAWS else None
         found = func(*args, **kwargs)
+        if state is not None:
+            torch.set_rng_state(state)
         if name in _NORMS and found.requires_grad and not is_of_records(found):
             # torch computes a wrong gradient for a batch of one whose output is transposed
             found.register_hook(lambda g: g.clone(memory_format=torch.contiguous_format))
@@ -298,11 +301,16 @@ class _Comparison:
             source.discard(self.parameters)
 
     def _alone(self, inputs: tuple[Any, ...], weights: Sequence[Tensor]) -> _Run | None:
-        """One record, by ordinary autograd; None if two runs differ, or if one fails."""
+        """One record, by ordinary autograd; None if two runs differ, or draw random numbers (which
+        may be equal by chance), or if one fails.
+        """
+        state = torch.get_rng_state()
         with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
             try:
                 first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
             except (RuntimeError, ValueError, IndexError):  # for values that no real record has
+                return None
+            if not torch.equal(torch.get_rng_state(), state):
                 return None
             for a, b in zip(first, second, strict=True):
                 if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
