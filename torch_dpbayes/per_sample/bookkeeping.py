@@ -138,12 +138,13 @@ class BookkeepingGradientSource(GradientSource):
         uses: list[int] = []
         for contribution in found:
             uses += map(id, contribution.parameters)
+        used = set(uses)
         if found and not self.mapped.is_checking:
             # the loss of this step does not depend on them, for no record
             for p in self._parameters:
-                if p.requires_grad and id(p) not in uses:
+                if id(p) not in used and p.requires_grad:
                     found.append(PerRecord({p: p.new_zeros(()).expand(self._records, *p.shape)}))
-        if len(set(uses)) < len(uses):
+        if len(used) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
         return found
