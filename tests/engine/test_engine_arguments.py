@@ -67,10 +67,10 @@ def frozen_norm():
 
 
 class Skipping(nn.Linear):
-    """Left out by chance."""
+    """Left out for some records."""
 
     def forward(self, x):
-        return x if torch.rand(()) < 2 else super().forward(x)
+        return x if x.sum() < 2 else super().forward(x)
 
 
 PLAIN = torch.optim.SGD(NET.parameters(), 0.3)

@@ -95,6 +95,12 @@ def gradients_of_gradients(net, x, y):
     entropy(net, x, y).backward(create_graph=True)
 
 
+def without_versions(net, x, y):
+    loss = entropy(net, x, y)
+    with torch.inference_mode():
+        loss.backward()
+
+
 EITHER = ("bookkeeping", "vmap")
 REFUSED = {
     "no backward": (entropy, ("step-unused",), EITHER),
@@ -104,6 +110,7 @@ REFUSED = {
     "two passes": (two_passes, ("step-passes", "loss-mixes"), EITHER),
     "eval mode": (eval_mode, ("step-eval", "loss-constant", "model-input"), EITHER),
     "gradients of gradients": (gradients_of_gradients, ("loss-backward",), EITHER),
+    "in inference mode": (without_versions, ("loss-backward",), EITHER),
     # under vmap gradients are taken without autograd's graph
     "hook on a parameter": (hook_on_a_parameter, ("model-gradient-hook",), ("bookkeeping",)),
     "another parameter": (another_parameter, ("model-copied",), EITHER),
@@ -168,6 +175,23 @@ def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused():
     given *= 2
     with refused("step-changed"):
         source.norms(list(net.named_parameters()))
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, VmapGradientSource])
+def test_what_a_loss_leaves_out_has_gradient_zero(make):
+    def loss(net, x, y):
+        return entropy(lambda x: net(x)[0], x, y)
+
+    heads = {
+        "first": nn.Linear(6, 3),
+        "second": nn.Linear(6, 3),
+        "scale": nn.Parameter(torch.ones(3)),
+    }
+    net = Of(lambda net, x: (net.first(x), net.second(x) * net.scale), **heads)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    gradients, source = gradients_of_records(net, loss, (x, y)), make(net)
+    loss(net, *delivered(x, y)).backward()
+    assert_sum(source, net, gradients)
 
 
 @MODES

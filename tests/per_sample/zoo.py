@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from opacus.layers import DPLSTM
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
 FLAT, SEQUENCE, IMAGE, TOKENS = (6,), (5, 6), (2, 8, 8), None  # of one record
@@ -147,6 +148,23 @@ def a_layers_derivative(net, x):
     return net.head(torch.func.grad(lambda x: net.first(x).tanh().sum())(x))
 
 
+def collected(net, x):
+    """Into memory that it makes itself."""
+    states = torch.zeros(len(x), x.shape[1], 6)
+    for k in range(x.shape[1]):
+        states[:, k] = net.first(x[:, k])
+    return net.head(states.tanh().mean(1))
+
+
+def scanned(net, x):
+    sums = associative_scan(torch.add, net.first(x), dim=1, combine_mode="generic")
+    return net.head(sums.tanh().mean(1))
+
+
+def channels_last(net, x):
+    return net.head(net.first(x.to(memory_format=torch.channels_last)).mean((2, 3)))
+
+
 def old_weight_norm():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -184,6 +202,9 @@ PROGRAMS = {
     ),
     "weight norm by a hook": (old_weight_norm, FLAT),
     "rrelu": (of(*RRELUS), FLAT),
+    "states in torch.zeros": (program(collected, first=nn.Linear(6, 6)), SEQUENCE),
+    "scan": (program(scanned, first=nn.Linear(6, 6)), SEQUENCE),
+    "channels last": (program(channels_last, first=nn.Conv2d(2, 6, 1)), IMAGE),
     "a layer's derivative": (program(a_layers_derivative, first=nn.Linear(6, 6)), FLAT),
     # what mixes records on whole batches does not here
     "centring": (lambda: around(lambda h: h - h.mean(0)), FLAT),

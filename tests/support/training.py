@@ -53,4 +53,4 @@ def values(delivered):
     if not isinstance(delivered, Followed):
         return delivered
     rows = delivered._rows.detach().flatten(0, 1)
-    return rows[:0] if delivered._batch.is_empty else rows
+    return rows[: len(rows) - delivered._batch.spare]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ArgumentTypeError
-from ..per_sample.record_map import which_fail
+from ..per_sample.nested import which_fail
 from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments

@@ -64,9 +64,9 @@ class BookkeepingGradientSource(GradientSource):
     ) -> None:
         super().__init__(module, loss_reduction, assume_independent=assume_independent)
         self.follows = not assume_independent
-        self._is_paused = False
+        self._is_paused = self.is_second_way = False
         # only forward passes of the current step may be backpropagated; discard() increases it
-        self.step = 0
+        self.step = self._records = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._gradients: dict[Tensor, Tensor] = {}  # of parameters that take part in the map
         self._held: list[tuple[str, Tensor, int]] = []  # tensors of layers, with their versions
@@ -138,7 +138,13 @@ class BookkeepingGradientSource(GradientSource):
         uses: list[int] = []
         for contribution in found:
             uses += map(id, contribution.parameters)
-        if len(set(uses)) < len(uses):
+        used = set(uses)
+        if found and not self.mapped.is_checking:
+            # the loss of this step does not depend on them, for no record
+            for p in self._parameters:
+                if id(p) not in used and p.requires_grad:
+                    found.append(PerRecord({p: p.new_zeros(()).expand(self._records, *p.shape)}))
+        if len(used) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
         return found
@@ -152,7 +158,7 @@ class BookkeepingGradientSource(GradientSource):
         self.zero_grad(parameters)
         self._gradients, self._versions = {}, []
         self.step += 1
-        self.passes, self.is_empty = 0, False
+        self.passes = self.spare = 0
 
     def remove(self) -> None:
         super().remove()
@@ -179,6 +185,7 @@ class BookkeepingGradientSource(GradientSource):
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
+        self._records = n
         leaves = [layer.anchor for layer in self._layers]
         self._versions = []
         for parameter in self._parameters:
@@ -205,7 +212,7 @@ class BookkeepingGradientSource(GradientSource):
                     anchors.append(anchor)
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
-                self.record_map = record_map = RecordMap(n)
+                self.record_map = record_map = RecordMap(n, is_second_way=self.is_second_way)
                 found = record_map(of_one, [*rows, *copies])
         finally:
             self.record_map = None
@@ -215,6 +222,7 @@ class BookkeepingGradientSource(GradientSource):
 
     def _receive(self, found: dict[Tensor, Tensor], p: Tensor, rows: Tensor) -> None:
         """Store the gradients of a parameter's copies. A later use of them adds to the first."""
+        require_first_backward(False)
         found[p] = found[p] + rows if p in found else rows
         self._held.append(("the gradient of a parameter", rows, rows._version))
 

@@ -84,7 +84,7 @@ class Batch:
         shown: the number of records that followed tensors show, a public constant.
         run: runs a torch function on followed tensors of this batch while it is open.
         randomness: random numbers for functions on followed tensors.
-        is_empty: no record was drawn; one synthetic record replaces the batch and counts as none.
+        spare: the number of rows behind those of the records, which count as none.
 
     Attributes:
         refusal: why a use of the batch was refused; every further use is then refused, too.
@@ -95,7 +95,7 @@ class Batch:
     shown: int
     run: Callable[..., Any]
     randomness: PrivateRandomness
-    is_empty: bool = False
+    spare: int = 0
     is_open: bool = True
     refusal: str | None = None
     loss_reduction: str | None = None
@@ -224,7 +224,7 @@ class Followed(Tensor):
         if self._how == "sealed":
             return derived(self._value().detach())
         rows = self._rows.detach()
-        rows = rows[:0] if self._batch.is_empty else rows
+        rows = rows[: len(rows) - self._batch.spare]
         if self._how is not None:
             found = rows.mean(0) if self._how == "mean" else rows.sum(0)
             return derived(found)

@@ -56,7 +56,7 @@ class GradientSource(ABC):
         independence: how records are kept apart.
         follows: whether the model takes and returns followed tensors.
         passes: the number of recorded forward passes in this step.
-        is_empty: no record was drawn; one synthetic record replaces the batch and counts as none.
+        spare: the number of rows behind those of the records, which count as none.
         batch: the batch of the model's input in this step.
         randomness: random numbers for the model while it is mapped over records.
         is_copy: it belongs to a copy of the model, and can only be removed.
@@ -64,7 +64,7 @@ class GradientSource(ABC):
 
     follows = False
     passes = 0
-    is_empty = False
+    spare = 0
     batch: Batch | None = None
 
     def __init__(
@@ -129,15 +129,11 @@ class GradientSource(ABC):
                 made.
         """
         parts = self._checked(named_parameters)
-        if self.is_empty:
-            if not beta:
-                torch._foreach_zero_(list(out))
-            return 0
         sums: dict[Tensor, Tensor] = {}
         for (_, p), found in zip(named_parameters, out, strict=True):
             sums[p] = found
         with full_precision(out[0].device):
-            return add_clipped(parts, max_grad_norm, sums, scale, second_moment, beta)
+            return add_clipped(parts, max_grad_norm, sums, scale, second_moment, beta, self.spare)
 
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
@@ -145,10 +141,9 @@ class GradientSource(ABC):
         leave the library unless the records are public.
         """
         parts, device = self._checked(named_parameters), named_parameters[0][1].device
-        if self.is_empty:
-            return torch.zeros(0, device=device)
         with full_precision(device):
-            return joined(norms_of(parts)).float()
+            norms = joined(norms_of(parts)).float()
+        return norms[: len(norms) - self.spare]
 
     @abstractmethod
     def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
@@ -224,7 +219,11 @@ class GradientSource(ABC):
 
 
 def require_first_backward(is_again: bool) -> None:
-    """Raise in a backward pass that would be recorded twice, or never."""
+    """Raise in a backward pass that would be recorded twice, or never, or without versions."""
+    if torch.is_inference_mode_enabled():
+        raise StepError(
+            "backward() runs under torch.inference_mode(): call it outside", code="loss-backward"
+        )
     if is_again:
         raise StepError(
             "backward() ran twice through one forward pass, or through that of an earlier batch:"
@@ -258,13 +257,14 @@ def add_clipped(
     scale: Tensor | None = None,
     second_moment: Tensor | None = None,
     beta: float = 1.0,
+    spare: int = 0,
 ) -> int:
     """Add Σ_i clip(g_i) of some records to ``out``, a flat tensor for each parameter; returns how
-    many records they are.
+    many records they are, without spare rows.
     """
     if max_grad_norm < _WIDE_BELOW and next(iter(out.values())).dtype != torch.float64:
         wide = {p: torch.zeros_like(o, dtype=torch.float64) for p, o in out.items()}
-        count = add_clipped(parts, max_grad_norm, wide, scale, second_moment)
+        count = add_clipped(parts, max_grad_norm, wide, scale, second_moment, 1.0, spare)
         for p, o in out.items():
             begun(o, beta).add_(wide[p])
         return count
@@ -284,6 +284,8 @@ def add_clipped(
     if sizes:
         largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
         norm = torch.maximum(norm, largest / _MOST_CANCELLED)
+    if spare:
+        norm[-spare:] = math.inf
     factor = torch.div(constant(max_grad_norm, norm.dtype), norm).clamp_max_(1.0)
     # 0·inf is nan: a record that is not finite has to be replaced by zeros, not scaled. So has a
     # record so large that its factor is subnormal and may be rounded up. Squares overflow before
@@ -308,4 +310,4 @@ def add_clipped(
             if p in squares:
                 # clipped before they are squared: squares of large ones would overflow
                 squares[p].add_((g.to(second_moment.dtype) * weights).square_().sum(0))
-    return norm.shape[0]
+    return norm.shape[0] - spare

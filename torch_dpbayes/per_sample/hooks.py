@@ -75,7 +75,7 @@ class HooksGradientSource(GradientSource):
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
-        self.passes, self.is_empty = 0, False
+        self.passes = self.spare = 0
         # other data of the caller's hooks is on modules that are not known here
         if self._hooks is not None:
             self._hooks.forget_pass()
@@ -123,7 +123,7 @@ class _Hooks(GradSampleHooks):
         self._source.begin_pass(given)
         if not given or given[0].dim() == 0 or len(given[0]) > 0:
             return None
-        self._source.is_empty = True  # many layers fail on 0 records: pass one of ones
+        self._source.spare = 1  # many layers fail on 0 records: pass one of ones
         return map_tensors(
             (args, kwargs),
             lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t,
@@ -136,7 +136,7 @@ class _Hooks(GradSampleHooks):
         self._is_open = False
         if output is None and self._source.passes == 1:  # the forward pass failed
             self._source.discard(())
-        elif self._source.is_empty:
+        elif self._source.spare:
             return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
         return None
 

@@ -24,7 +24,7 @@ from ..errors import DPBayesError, LossError, ModelError, StepError
 from .derived import holds_records
 from .followed import Batch, Followed, is_constant
 from .gradient_source import COPIED
-from .nested import Nested, holds_plain_sequence, tensors_in
+from .nested import Nested, holds_plain_sequence, tensors_in, two_rows
 from .record_map import CannotBeMapped, OutsideTensor, without_values
 
 if TYPE_CHECKING:
@@ -234,7 +234,8 @@ class MappedForward(ReplacedForward):
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
-            whole = (undivided(t[:0] if self.source.is_empty else t, how) for t in found)
+            n -= self.source.spare
+            whole = (undivided(t[:n] if self.source.spare else t, how) for t in found)
             divisor = max(n, 1) if how == "mean" else 1
             return result.rebuilt(
                 [t.squeeze(1) if t.dim() > 1 else t.sum() / divisor for t in whole]
@@ -314,7 +315,7 @@ class MappedForward(ReplacedForward):
             )
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
-        self.source.is_empty, self.source.batch = batch.is_empty, batch
+        self.source.spare, self.source.batch = batch.spare, batch
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
@@ -338,9 +339,8 @@ class MappedForward(ReplacedForward):
                 " row for every record; keep constants in buffers"
             )
         (n,) = sizes
-        self.source.is_empty = n == 0
-        whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
-        return [t.unsqueeze(1) for t in whole], max(n, 1)
+        self.source.spare = max(0, 2 - n)
+        return [two_rows(t).unsqueeze(1) for t in tensors if t.dim() > 0], max(n, 2)
 
     def _trainable(self) -> list[Tensor]:
         """The parameters that take part in the map, each once."""

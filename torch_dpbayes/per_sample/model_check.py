@@ -25,7 +25,7 @@ from .followed import shape_of
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
 from .operations import Delivery
-from .record_map import CannotBeMapped, OutsideTensor, as_traced, in_plain_words
+from .record_map import CannotBeMapped, OutsideTensor, as_traced, in_plain_words, is_of_records
 
 _INSTEAD = (
     "To vouch that it does not mix records, write make_private(...,"
@@ -73,6 +73,7 @@ def check_layers(module: nn.Module) -> None:
 
 _DRAWS = frozenset("rand randn randint rand_like randn_like randint_like bernoulli".split())
 _DRAWS_IN_PLACE = frozenset("bernoulli_ normal_ uniform_ exponential_".split())
+_NORMS = frozenset(("batch_norm", "instance_norm"))
 # the position of the dropout probability among the arguments
 _DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
@@ -91,9 +92,15 @@ class _WithoutRandomness(TorchFunctionMode):
             kwargs["dropout_p"] = 0.0
         elif place < len(args):
             args = (*args[:place], 0.0, *args[place + 1 :])
+        state = torch.get_rng_state() if name in _DRAWS else None
         found = func(*args, **kwargs)
+        if state is not None:
+            torch.set_rng_state(state)
+        if name in _NORMS and found.requires_grad and not is_of_records(found):
+            # torch computes a wrong gradient for a batch of one whose output is transposed
+            found.register_hook(lambda g: g.clone(memory_format=torch.contiguous_format))
         if name in _DRAWS and isinstance(found, Tensor):
-            return torch.full_like(found, 0.5) if found.is_floating_point() else found.zero_()
+            return found.detach().fill_(0.5 if found.is_floating_point() else 0)
         return found
 
 
@@ -162,7 +169,9 @@ class _Comparison:
         self.parameters = [p for _, p in self.named]
 
     def run(self) -> None:
-        """Compare, and move parameters that are used outside of their layers into the map."""
+        """Compare, and move parameters that are used outside of their layers into the map. If the
+        map fails, it is tried in its second way.
+        """
         self.source.mapped.is_checking = True
         try:
             self._require_equal()
@@ -178,6 +187,11 @@ class _Comparison:
                 " only the loss uses",
                 code="model-unused",
             ) from None
+        except ModelError as error:
+            if error.code != "model-map" or self.source.is_second_way:
+                raise
+            self.source.is_second_way = True
+            self.run()
         finally:
             self.source.mapped.is_checking = False
 
@@ -287,11 +301,16 @@ class _Comparison:
             source.discard(self.parameters)
 
     def _alone(self, inputs: tuple[Any, ...], weights: Sequence[Tensor]) -> _Run | None:
-        """One record, by ordinary autograd; None if two runs differ, or if one fails."""
+        """One record, by ordinary autograd; None if two runs differ, or draw random numbers (which
+        may be equal by chance), or if one fails.
+        """
+        state = torch.get_rng_state()
         with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
             try:
                 first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
             except (RuntimeError, ValueError, IndexError):  # for values that no real record has
+                return None
+            if not torch.equal(torch.get_rng_state(), state):
                 return None
             for a, b in zip(first, second, strict=True):
                 if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):

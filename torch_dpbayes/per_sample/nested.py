@@ -1,17 +1,20 @@
-"""Tensors in nested arguments and results of a model, and synthetic records of the same shapes."""
+"""Tensors in nested arguments and results of a model, synthetic records of the same shapes, and
+records for which a function fails.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, DPBayesError
 from .followed import flatten, unflatten
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
@@ -225,6 +228,15 @@ def rows_of(arguments: tuple[Any, ...], row: int) -> tuple[Any, ...]:
     return tuple(map_tensors(arguments, lambda t: t[row : row + 1] if t.dim() > 0 else t))
 
 
+def two_rows(t: Tensor) -> Tensor:
+    """The rows, with spare ones behind them if there are less than two: torch computes a batch of
+    one in other ways, for example gradients of ``instance_norm``, so one record would show in
+    what the other contributes.
+    """
+    rows = t if len(t) else synthetic_row(t)
+    return rows if len(rows) > 1 else torch.cat([rows, rows])
+
+
 def synthetic_row(t: Tensor) -> Tensor:
     """A record with the shape of these rows. Integers are zero. Floats are in (0, 1), so they are
     valid probabilities; square matrices are invertible and have a Cholesky factor.
@@ -236,3 +248,43 @@ def synthetic_row(t: Tensor) -> Tensor:
         if t.dim() > 2 and t.shape[-1] == t.shape[-2]:
             made = made / (2 * t.shape[-1]) + torch.eye(t.shape[-1]).to(made) / 2
     return made
+
+
+def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Call ``run``, a function of torch, for all records. A record for which it fails gets NaN,
+    which counts as zero: no record stops a step.
+
+    Raises:
+        Exception: the error of ``run``, if it fails for a synthetic record, too.
+    """
+    try:
+        return run(*rows)
+    except DPBayesError:
+        raise
+    except Exception:
+        pass  # its text may hold values of a record
+    spare = [synthetic_row(t) for t in rows]
+    run(*spare)
+    fails = torch.tensor(which_fail(run, rows))
+
+    def put(value: Tensor | float, t: Tensor) -> Tensor:
+        where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
+        return torch.where(where, value, t)
+
+    found = run(*(put(s, t) for s, t in zip(spare, rows, strict=True)))
+    return put(math.nan, found) if found.is_floating_point() else found
+
+
+def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
+    """Which records fail; found by bisection of the batch."""
+    count = len(rows[0])
+    try:
+        run(*rows)
+    except torch.OutOfMemoryError:  # no record causes it
+        raise
+    except Exception:
+        if count == 1:
+            return [True]
+        half = count // 2
+        return which_fail(run, [t[:half] for t in rows]) + which_fail(run, [t[half:] for t in rows])
+    return [False] * count

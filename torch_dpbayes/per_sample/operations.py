@@ -25,14 +25,13 @@ from ..noise import PrivateRandomness
 from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
-from .nested import map_tensors, synthetic_row
+from .nested import map_tensors, of_those_that_run, two_rows
 from .plain_functions import FUNCTIONS, gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
     CannotBeMapped,
     RecordMap,
     as_traced,
     in_plain_words,
-    of_those_that_run,
     require_no_modes,
     without_values,
 )
@@ -57,7 +56,7 @@ class Delivery:
         """``delivered`` with its tensors followed, of so many records in dimension 0."""
         if self.batch is not None:
             self.batch.close()
-        self.batch = batch = Batch(self._shown, _run, self._randomness, is_empty=records == 0)
+        self.batch = batch = Batch(self._shown, _run, self._randomness, max(0, 2 - records))
 
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or t.shape[0] != records:
@@ -69,8 +68,7 @@ class Delivery:
                     " is stored",
                     code="loss-mixes",
                 )
-            rows = t if records else synthetic_row(t)
-            return Followed(rows.unsqueeze(1), batch)
+            return Followed((two_rows(t) if batch.spare else t).unsqueeze(1), batch)
 
         return map_tensors(delivered, followed)
 

@@ -308,16 +308,6 @@ def _offset(t: Tensor) -> int | None:
     return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
 
 
-def _contiguous(t: Tensor, **options: Any) -> Tensor | None:
-    """A copy also of a record that is alone in its batch, and of which torch would make none."""
-    return None if options or _is_apart(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-def _flat(t: Tensor) -> Tensor | None:
-    """The same: torch makes ``ravel`` of ``contiguous``."""
-    return None if _is_apart(t) else t.clone(memory_format=torch.contiguous_format).view(-1)
-
-
 def _is_all_true(t: Tensor) -> Tensor:
     """``torch.distributions`` checks all records together and raises an error. Here the values of
     an invalid record are not finite, and count as zero.
@@ -380,8 +370,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _fill,
     torch._is_all_true: _is_all_true,  # noqa: SLF001
     **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), _strided),
-    Tensor.contiguous: _contiguous,
-    **dict.fromkeys((torch.ravel, Tensor.ravel), _flat),
     Tensor.storage_offset: _offset,
     **{f: _layout(f) for f in (Tensor.stride, Tensor.is_contiguous)},
     F.embedding: embedding,

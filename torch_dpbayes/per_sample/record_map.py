@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -24,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # functorch's own steps instead of torch.func.vmap, which takes 0.1 ms more for every layer
 from torch._C import _functorch as functorch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
+from torch.distributions import Distribution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -39,7 +39,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .nested import synthetic_row
+from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
 _TORCHS_WORDS = {
@@ -89,7 +89,7 @@ _OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "sh
 
 torch.func.vmap(torch.clone)(torch.zeros(1))  # loads the batching rules
 _compiler: Any = torch.compiler
-_lock, _flags = Lock(), list[bool]()  # the flag before each running map, of all threads
+_lock, _flags = Lock(), list[tuple[bool, bool]]()  # before each running map, of all threads
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
 
 
@@ -133,46 +133,6 @@ def without_values(error: Exception) -> str:
     return f"it fails on the values of a record ({type(error).__name__})"
 
 
-def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Call ``run``, a function of torch, for all records. A record for which it fails gets NaN,
-    which counts as zero: no record stops a step.
-
-    Raises:
-        Exception: the error of ``run``, if it fails for a synthetic record, too.
-    """
-    try:
-        return run(*rows)
-    except DPBayesError:
-        raise
-    except Exception:
-        pass  # its text may hold values of a record
-    spare = [synthetic_row(t) for t in rows]
-    run(*spare)
-    fails = torch.tensor(which_fail(run, rows))
-
-    def put(value: Tensor | float, t: Tensor) -> Tensor:
-        where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
-        return torch.where(where, value, t)
-
-    found = run(*(put(s, t) for s, t in zip(spare, rows, strict=True)))
-    return put(math.nan, found) if found.is_floating_point() else found
-
-
-def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
-    """Which records fail; found by bisection of the batch."""
-    count = len(rows[0])
-    try:
-        run(*rows)
-    except torch.OutOfMemoryError:  # no record causes it
-        raise
-    except Exception:
-        if count == 1:
-            return [True]
-        half = count // 2
-        return which_fail(run, [t[:half] for t in rows]) + which_fail(run, [t[half:] for t in rows])
-    return [False] * count
-
-
 class RecordMap(TorchFunctionMode):
     """A map over the records of one batch. It replaces torch functions for which vmap by itself
     would be slow or unsafe.
@@ -183,10 +143,21 @@ class RecordMap(TorchFunctionMode):
             inside a map, because they would draw other random numbers.
         is_random: whether records may draw random numbers. They must not if these numbers could
             depend on a record's place in the batch.
+        is_second_way: whether the program may write records into constants that it makes
+            (``torch.zeros``), each of which then has memory for each record, and may read single
+            random numbers (``torch.rand(1)``), each of which is then drawn once for all records.
     """
 
-    def __init__(self, records: int, *, leaves: bool = True, is_random: bool = True) -> None:
+    def __init__(
+        self,
+        records: int,
+        *,
+        leaves: bool = True,
+        is_random: bool = True,
+        is_second_way: bool = False,
+    ) -> None:
         super().__init__()
+        self._is_second_way = is_second_way
         self.records, self._randomness = records, "different" if is_random else "error"
         self._leaves = leaves
         self._level: int | None = None
@@ -226,6 +197,9 @@ class RecordMap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # it has a meaning for whole batches only
+        if "memory_format" in kwargs and kwargs["memory_format"] in _LAYOUTS:
+            kwargs = {name: v for name, v in kwargs.items() if name != "memory_format"}
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
@@ -233,7 +207,8 @@ class RecordMap(TorchFunctionMode):
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
         outside = _outside(func, (*args, *kwargs.values()))
-        if is_special := not _is_harmless(func) or "generator" in kwargs:
+        is_made = self._is_second_way and func in _MADE
+        if is_special := is_made or not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # it replaces this function while torch traces
             _require_nothing_hidden(func, args, kwargs)
@@ -313,17 +288,28 @@ class RecordMap(TorchFunctionMode):
             gc.collect(generation)
         return [t for reference in self._tracked if (t := reference()) is not None]
 
-    def _own(self, empty: Tensor) -> Tensor:
-        """Separate memory for each record: a model may write into it. It contains zeros, because
-        uninitialised memory may contain other records.
-        """
-        if self._level is None or is_of_records(empty):
-            return empty.zero_()
-        rows = empty.new_zeros(self.records, *empty.shape)
+    def _own(self, made: Tensor) -> Tensor:
+        """Separate memory for each record: a model may write into it."""
+        if self._level is None or is_of_records(made):
+            return made
+        rows = made.new_empty(self.records, *made.shape).copy_(made)
         while is_gradtrackingtensor(rows):
             rows = get_unwrapped(rows)
         own = functorch._add_batch_dim(rows, 0, self._level)
-        return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
+        return own.clone() if is_gradtrackingtensor(made) else own  # a clone may be written to
+
+    def _of_all(self, drawn: Tensor) -> Tensor:
+        """A single random number for all records: that of the first. No record has another use for
+        it, so adding a record changes nothing for the others. It would if ranks had different ones,
+        because it may move records from rank to rank.
+        """
+        is_single = is_batchedtensor(drawn) and drawn.dim() < 2 and drawn.numel() == 1
+        is_alone = not (distributed.is_available() and distributed.is_initialized())
+        if not (is_single and is_alone) or functorch.maybe_current_level() != self._level:
+            return drawn
+        shape = drawn.shape
+        with torch._C.DisableTorchFunction():
+            return get_unwrapped(drawn).flatten()[0].clone().view(shape)
 
     def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a function that fails for some records, for example for one record's index.
@@ -352,8 +338,11 @@ class RecordMap(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # the mode does not see its fused attention
             return _with_plain_attention(func, args, kwargs)
-        if func in _EMPTY:
-            return self._own(func(*args, **kwargs))
+        if func in _EMPTY:  # uninitialised memory may contain other records
+            return self._own(func(*args, **kwargs).zero_())
+        if self._is_second_way and func in _MADE:
+            put = self._of_all if func in _DRAWN else self._own
+            return put(func(*args, **kwargs))
         # gradient checkpointing reads it; gradients are computed anyway
         if func == _REQUIRE_GRAD and not is_gradtrackingtensor(first):
             return False
@@ -418,13 +407,14 @@ class as_traced:
     """Set torch's state to that of a traced program. Hooks on saved tensors are then not called:
     they would see all records, and could mix them. So ``checkpoint`` runs its function once.
     ``transformers`` builds every attention mask, and does not decide by values of tokens, which
-    differ between records.
+    differ between records. ``torch.distributions`` does not check values: those of an invalid
+    record are not finite, and count as zero.
     """
 
     def __enter__(self) -> None:
         with _lock:
-            _flags.append(_compiler._is_compiling_flag)
-            _compiler._is_compiling_flag = True
+            _flags.append((_compiler._is_compiling_flag, Distribution._validate_args))
+            _compiler._is_compiling_flag, Distribution._validate_args = True, False
         self._is_tracing = _trace_hooks(True)
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -432,7 +422,7 @@ class as_traced:
         with _lock:
             before = _flags.pop()
             if not _flags:  # the last map of all threads; the others must leave the flag set
-                _compiler._is_compiling_flag = before
+                _compiler._is_compiling_flag, Distribution._validate_args = before
         if kind is None and not is_traced:  # torch.compiler.reset() was called
             raise CannotBeMapped("it resets torch's compiler: remove this from forward")
 
@@ -450,13 +440,19 @@ def is_of_records(t: Any) -> bool:
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_LAYOUTS = (torch.channels_last, torch.channels_last_3d)
 # addbmm_ resizes if the sum is larger
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
-# what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records
-_OF_CONSTANTS: Any = (torch.ops.aten.empty.memory_format, torch.ops.aten.lift_fresh_copy.default)
+# what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records, and associative_scan
+_aten: Any = torch.ops.aten
+_LIKE_FUNCTIONS = (_aten.empty.memory_format, _aten.lift_fresh_copy.default, _aten.slice)
 _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
-_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _OF_CONSTANTS[0]}
+_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _LIKE_FUNCTIONS[0]}
+# what the second way makes in another way; the arguments of what is drawn hold no record's values
+_DRAWN = frozenset((torch.rand, torch.randn, torch.randint))
+_MADE = {torch.zeros, torch.ones, torch.full, torch.eye, *_DRAWN}
+_MADE |= {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
@@ -513,9 +509,9 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{name} with an index or a value from a record would write into other records: write"
             " torch.where(torch.arange(n) == index, value, x)"
         )
-    if isinstance(func, _OPERATORS) and func not in _OF_CONSTANTS:
+    if isinstance(func, _OPERATORS) and func not in _LIKE_FUNCTIONS:
         raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
-    if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
+    if not (is_torchs(func) or isinstance(func, (torch._ops.OperatorBase, *_OPERATORS))):
         raise CannotBeMapped(f"{name} is not a function of torch: it may mix records")
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
     if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
