@@ -61,12 +61,12 @@ def test_random_numbers_differ_between_records(make, kind):
 
 
 def leaking(run):
-    def run_all(self, function, tensors):
+    def run_all(self, function, tensors, *copies):
         if len(tensors[0]) > 1:
             tensors = [
                 t - t.mean(0) if t.is_floating_point() and t.dim() == 3 else t for t in tensors
             ]
-        return run(self, function, tensors)
+        return run(self, function, tensors, *copies)
 
     return run_all
 
@@ -157,13 +157,16 @@ SHARED = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is dep
 @SHARED
 @MODES
 @pytest.mark.parametrize("how", WRITE)
-def test_a_constant_that_the_model_is_given_is_written_into_for_each_record(how, mode):
+@pytest.mark.parametrize(
+    "constant", [lambda x: torch.zeros(len(x), 6), lambda x: torch.zeros(6).expand_as(x)]
+)
+def test_a_constant_that_the_model_is_given_is_written_into_for_each_record(constant, how, mode):
     def stateful(net, x, state):
         WRITE[how](state, x)
         return net.last(net.first(x) + state)
 
     def loss(net, x, y):
-        return F.cross_entropy(net(x, torch.zeros(len(x), 6)), y)
+        return F.cross_entropy(net(x, constant(x)), y)
 
     net = Of(stateful, first=nn.Linear(6, 6), last=head())
     x, y = torch.randn(7, 6), torch.randint(3, (7,))
@@ -189,28 +192,39 @@ def test_what_a_pass_writes_into_parameters_stays_out_of_them(mode):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_copy_is_made_beside_any_number_of_records(n):
-    """And a slice begins at the same place."""
-    copies = []
+def test_where_numbers_lie_does_not_depend_on_other_records(n):
+    """Strides and offsets do not tell, nor does what is written into a copy, or into a view."""
+    seen = []
 
     def of_one(slices):
-        column = torch.eye(3) @ slices[0]
-        copies.append((column.contiguous() is not column, column[2:].storage_offset()))
-        column.ravel().add_(1.0)
-        return [column]
+        x, weight, copy = slices
+        rows = F.conv1d(x, weight)
+        seen.append((x.stride(), rows[:1].stride(), rows[1:].storage_offset()))
+        rows.flatten(0, 1).add_(1.0)
+        copy.contiguous().add_(1.0)
+        copy.ravel().add_(1.0)
+        return [rows, copy, outside]
 
-    x = torch.randn(n, 3)
-    assert torch.equal(RecordMap(n)(of_one, [x])[0], x)
-    assert copies == [(True, 0)]
+    outside = torch.zeros(3)
+    x, weight = torch.randn(2, 2, 7, n).movedim(-1, 0), torch.randn(n, 3, 2, 3)
+    shared = torch.randn(3).as_strided((n, 3), (0, 1))
+    before = shared.clone()
+    rows, copy, own = RecordMap(n)(of_one, [x, weight], [shared])
+    own[0].add_(1.0)
+    torch.testing.assert_close(rows[0], F.conv1d(x[0], weight[0]) + 1.0)
+    assert torch.equal(copy, before) and not outside.any()
+    assert seen == [((14, 7, 1), (15, 5, 1), 0)]
 
 
-def test_a_view_begins_where_its_tensor_does():
-    """An offset counts from memory that all records may share."""
+@pytest.mark.parametrize("offset", [(0,), ()])
+def test_a_view_begins_where_its_tensor_does(offset):
+    """An offset counts from memory that records may share, and one view has one gradient."""
 
     def of_one(slices):
-        return [(torch.eye(3) @ slices[0])[2:].as_strided((1,), (1,), 0)]
+        return [slices[-1][2:].as_strided((1,), (1,), *offset)]
 
-    refused(lambda: RecordMap(2)(of_one, [torch.randn(2, 3)]), "model-map")
+    shared = torch.randn(3).as_strided((2, 3), (0, 1))
+    refused(lambda: RecordMap(2)(of_one, [shared], () if offset else [shared]), "model-map")
 
 
 # -- what does not stay inside, or looks -----------------------------------------------------------

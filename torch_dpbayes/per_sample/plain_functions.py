@@ -15,15 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_gradtrackingtensor,
-    maybe_get_bdim,
-)
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch._decomp import decompositions as rnn
 
-from ..errors import ModelError
+from . import memory
 
 
 def _recurrent(one_layer: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -270,54 +265,6 @@ def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:
     return t.copy_(torch.where(where, value, t))  # torch 2.12 maps no masked_fill_ of a tensor
 
 
-def _is_apart(t: Tensor) -> bool:
-    """Whether the numbers of a record lie in memory of their own, not between other records'."""
-    with torch._C.DisableTorchFunction():
-        while is_batchedtensor(t) or is_gradtrackingtensor(t):
-            inside, dim = get_unwrapped(t), maybe_get_bdim(t)
-            steps = [(n - 1) * s for n, s in zip(inside.shape, inside.stride(), strict=True)]
-            if dim >= 0 and inside.stride(dim) <= sum(steps) - steps[dim]:
-                return False
-            t = inside
-    return True
-
-
-def _strided(t: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> None:
-    """Refuse a view that vmap would lay over other records, or whose gradient it would mix."""
-    if storage_offset is not None or not _is_apart(t):
-        raise ModelError(
-            "as_strided would read the memory of other records: write view, unfold or an index",
-            code="model-map",
-        )
-
-
-def _layout(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Strides without the number of records, by which vmap multiplies them for some layouts."""
-
-    def run(t: Tensor, *args: Any, **options: Any) -> Any:
-        if _is_apart(t):
-            return None
-        with torch._C.DisableTorchFunction():
-            return function(torch.empty(t.shape, device="meta"), *args, **options)
-
-    return run
-
-
-def _offset(t: Tensor) -> int | None:
-    """0: the numbers before a slice may be those of all records."""
-    return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
-
-
-def _contiguous(t: Tensor, **options: Any) -> Tensor | None:
-    """A copy also of a record that is alone in its batch, and of which torch would make none."""
-    return None if options or _is_apart(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-def _flat(t: Tensor) -> Tensor | None:
-    """The same: torch makes ``ravel`` of ``contiguous``."""
-    return None if _is_apart(t) else t.clone(memory_format=torch.contiguous_format).view(-1)
-
-
 def _is_all_true(t: Tensor) -> Tensor:
     """``torch.distributions`` checks all records together and raises an error. Here the values of
     an invalid record are not finite, and count as zero.
@@ -379,11 +326,10 @@ _RECURRENT: tuple[tuple[Any, Any, Callable[..., Any]], ...] = (
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _fill,
     torch._is_all_true: _is_all_true,  # noqa: SLF001
-    **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), _strided),
-    Tensor.contiguous: _contiguous,
-    **dict.fromkeys((torch.ravel, Tensor.ravel), _flat),
-    Tensor.storage_offset: _offset,
-    **{f: _layout(f) for f in (Tensor.stride, Tensor.is_contiguous)},
+    **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), memory.strided),
+    Tensor.contiguous: memory.contiguous,
+    **dict.fromkeys((torch.ravel, Tensor.ravel), memory.flat),
+    Tensor.storage_offset: memory.offset,
     F.embedding: embedding,
     torch.embedding: _table,
     F.embedding_bag: embedding_bag,
