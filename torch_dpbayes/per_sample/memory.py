@@ -26,6 +26,8 @@ from torch._C._functorch import (
 from ..errors import ModelError
 from .derived import storage_of
 
+_IN_ORDER = torch.contiguous_format
+
 
 @lru_cache(4096)
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -48,8 +50,11 @@ def in_order(found: Any, given: Iterable[Any] = ()) -> Any:
         memory = get_unwrapped(memory)
     if (memory is found and given) or (is_first and memory.stride() == _strides(memory.shape)):
         return found
-    is_view = _is_among(storage_of(memory), given)
-    return found if is_view else found.clone(memory_format=torch.contiguous_format)
+    if _is_among(storage_of(memory), given):
+        return found
+    # beside dimensions of size 1, whose strides have no meaning, this is in order already
+    is_like = is_first and memory.is_contiguous()
+    return found.view(found.shape) if is_like else found.clone(memory_format=_IN_ORDER)
 
 
 def _is_among(storage: Any, values: Iterable[Any]) -> bool:
@@ -91,16 +96,14 @@ def offset(t: Tensor) -> int | None:
     return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
 
 
-def contiguous(
-    t: Tensor, memory_format: torch.memory_format = torch.contiguous_format
-) -> Tensor | None:
+def contiguous(t: Tensor, memory_format: torch.memory_format = _IN_ORDER) -> Tensor | None:
     """Torch makes no copy of a parameter for a record that is alone in its batch. The order of
     dimensions in memory is always that of the shape.
     """
-    is_same = memory_format is torch.contiguous_format and not _is_shared(t)
-    return None if is_same else t.clone(memory_format=torch.contiguous_format)
+    is_same = memory_format is _IN_ORDER and not _is_shared(t)
+    return None if is_same else t.clone(memory_format=_IN_ORDER)
 
 
 def flat(t: Tensor) -> Tensor | None:
     """The same: torch makes ``ravel`` of ``contiguous``."""
-    return t.clone(memory_format=torch.contiguous_format).view(-1) if _is_shared(t) else None
+    return t.clone(memory_format=_IN_ORDER).view(-1) if _is_shared(t) else None
