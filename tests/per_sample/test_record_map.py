@@ -191,6 +191,20 @@ def test_what_a_pass_writes_into_parameters_stays_out_of_them(mode):
     refused(lambda: sum_of(source, net, 0.3), "step-changed")
 
 
+@MODES
+def test_no_parameter_is_a_running_mean(mode):
+    """Torch writes into it unseen, and sometimes only if the record is alone."""
+
+    def function(net, x):
+        with torch.no_grad():
+            F.batch_norm(x.reshape(6, 1), net.mean, torch.ones_like(x[0, :1]), training=True)
+        return net.last(x + net.mean)
+
+    net = Of(function, mean=nn.Parameter(torch.zeros(1)), last=head())
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    refused(lambda: private(net, x, y, grad_sample_mode=mode)[0](*delivered(x)), "model-map")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_where_numbers_lie_does_not_depend_on_other_records(n):
     """Strides and offsets do not tell, nor does what is written into a copy, or into a view."""
@@ -232,6 +246,7 @@ def test_a_view_begins_where_its_tensor_does(offset):
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []
+ZERO = torch.zeros(1)
 
 
 def keep_what_is_filled(net, h):
@@ -397,6 +412,14 @@ REFUSED = {
     "in": lambda h: -h if 0.0 in h else h,
     "numpy": lambda h: h - h.mean(0) if (h.detach().numpy() > 1e6).any() else h,
     "a trained tensor in a list": lambda h: torch.stack([h, TRAINED]).sum(0),
+    "statistics in a constant": lambda h: (
+        h + torch.batch_norm_update_stats(h.detach().T, ZERO, 1 - ZERO, 1.0)[0] + ZERO
+    ),
+    "number of places": lambda h: h * torch.argwhere(h[0] > h[0, 0]).shape[0],
+    "counts of any number": lambda h: h + torch.bincount((h[0] > 0).long()).sum(),
+    "packed sequence": lambda h: (
+        h + nn.utils.rnn.pack_padded_sequence(h, (h == h).sum(1).cpu(), True)[0].sum()
+    ),
     "one_hot without num_classes": lambda h: h + F.one_hot(h.argmax(-1)).sum(),
 }
 

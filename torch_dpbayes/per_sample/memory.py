@@ -10,7 +10,7 @@ share one memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -89,6 +89,20 @@ def strided(t: Tensor, size: Any, stride: Any, storage_offset: int | None = None
             "as_strided would read the memory of other records: write view, unfold or an index",
             code="model-map",
         )
+
+
+def statistics(place: int) -> Callable[..., None]:
+    """Refuse a parameter as a running mean or variance: torch writes into it unseen."""
+
+    def run(*given: Any, running_mean: Any = None, running_var: Any = None, **_: Any) -> None:
+        written = *given[place : place + 2], running_mean, running_var
+        if any(isinstance(t, Tensor) and _is_shared(t) for t in written):
+            raise ModelError(
+                "batch_norm writes running statistics into a parameter: leave them out",
+                code="model-map",
+            )
+
+    return run
 
 
 def offset(t: Tensor) -> int | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch._decomp import decompositions as rnn
 
+from ..errors import ModelError
 from . import memory
 
 
@@ -250,6 +251,28 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """Like ``torch.bincount``, without numbers from ``minlength`` on."""
+    if minlength < 1 or not (is_batchedtensor(input) or is_gradtrackingtensor(input)):
+        _of_any_size(input)
+        return None
+    places = (input.unsqueeze(-1) == torch.arange(minlength, device=input.device)).T
+    if weights is None:
+        return places.sum(1)
+    wide = weights if weights.is_floating_point() else weights.double()
+    return torch.where(places, wide, 0.0).sum(1)
+
+
+def _of_any_size(t: Tensor) -> None:
+    """Refuse results whose size depends on a record: they fail beside a record of another size."""
+    if is_batchedtensor(t) or is_gradtrackingtensor(t):
+        raise ModelError(
+            "the size of a result depends on the record: write t != 0 for argwhere,"
+            " bincount(t, minlength=n), and a mask for a packed sequence",
+            code="model-map",
+        )
+
+
 def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
     """Like ``torch.roll`` for a scalar, which vmap would exchange with another record's."""
     return input if input.dim() == 0 else None
@@ -327,6 +350,15 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _fill,
     torch._is_all_true: _is_all_true,  # noqa: SLF001
     **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), memory.strided),
+    **dict.fromkeys((torch.argwhere, Tensor.argwhere), _of_any_size),
+    **dict.fromkeys((torch.bincount, Tensor.bincount), bincount),
+    torch._pack_padded_sequence: lambda _, lengths, *__: _of_any_size(lengths),  # noqa: SLF001
+    F.batch_norm: memory.statistics(1),
+    **dict.fromkeys(
+        (torch.batch_norm, torch.native_batch_norm, torch._native_batch_norm_legit),  # noqa: SLF001
+        memory.statistics(3),
+    ),
+    torch._batch_norm_impl_index: memory.statistics(3),  # noqa: SLF001
     Tensor.contiguous: memory.contiguous,
     **dict.fromkeys((torch.ravel, Tensor.ravel), memory.flat),
     Tensor.storage_offset: memory.offset,

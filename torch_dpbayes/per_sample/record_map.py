@@ -463,7 +463,7 @@ _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
-    *(torch._euclidean_dist, torch._weight_norm_interface),
+    *(torch._euclidean_dist, torch._weight_norm_interface, torch.batch_norm_update_stats),
 )
 # The fewest dimensions of a record's arguments: below, vmap makes a table of all records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
