@@ -412,6 +412,7 @@ REFUSED = {
     "in": lambda h: -h if 0.0 in h else h,
     "numpy": lambda h: h - h.mean(0) if (h.detach().numpy() > 1e6).any() else h,
     "a trained tensor in a list": lambda h: torch.stack([h, TRAINED]).sum(0),
+    "functionalize": lambda h: torch.func.functionalize(lambda t: t * 2)(h),
     "statistics in a constant": lambda h: (
         h + torch.batch_norm_update_stats(h.detach().T, ZERO, 1 - ZERO, 1.0)[0] + ZERO
     ),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -80,6 +81,16 @@ def _is_shared(t: Tensor) -> bool:
                 return True
             t = inside
     return False
+
+
+def require_seen() -> None:
+    """Refuse ``torch.func.functionalize``: its tensors do not show that they are of records."""
+    running: Any = functorch.get_interpreter_stack() or ()
+    if any(transform.key() == functorch.TransformType.Functionalize for transform in running):
+        raise ModelError(
+            "torch.func.functionalize hides which tensors are of records: leave it out",
+            code="model-map",
+        )
 
 
 def strided(t: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> None:

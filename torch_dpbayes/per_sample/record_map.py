@@ -39,7 +39,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .memory import in_order
+from .memory import in_order, require_seen
 from .nested import synthetic_row
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -64,8 +64,7 @@ _TORCHS_WORDS = {
         "its statistics depend on the records: leave out track_running_stats, or use GroupNorm"
     ),
     "would mutate a captured Tensor": (
-        "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
-        " x *= 2"
+        "it changes in place its input, or a tensor from outside: write x = x * 2 instead of x *= 2"
     ),
     "different inplace randomness": (
         "it draws random numbers into a tensor that all records share (bernoulli_, normal_):"
@@ -200,8 +199,7 @@ class RecordMap(TorchFunctionMode):
         """
         require_no_modes()
         rows = [*in_order(tensors), *copies]
-        inside: list[Tensor] = []
-        found: list[Tensor] = []
+        inside, found = list[Tensor](), list[Tensor]()
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
         with as_traced(), self:
@@ -227,6 +225,8 @@ class RecordMap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if functorch.maybe_current_level() != self._level:
+            require_seen()
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
@@ -316,7 +316,7 @@ class RecordMap(TorchFunctionMode):
         return [t for reference in self._tracked if (t := reference()) is not None]
 
     def _own(self, empty: Tensor) -> Tensor:
-        """Separate memory for each record: a model may write into it. It contains zeros, because
+        """Separate memory for each record, which a model may write into. It contains zeros, because
         uninitialised memory may contain other records.
         """
         if self._level is None or is_of_records(empty):
@@ -550,8 +550,8 @@ def require_no_modes() -> None:
     names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
     if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
-            "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
-            " once: leave this mode before you call the model"
+            "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records:"
+            " leave this mode before you call the model"
         )
 
 
