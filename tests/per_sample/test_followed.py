@@ -266,3 +266,11 @@ def test_losses_inside_a_map_are_those_of_each_record(how):
         (found,) = RecordMap(2)(lambda row, of=function: [of(*row, **how)], rows)
         each = [function(*row, **how) for row in zip(*rows, strict=True)]
         torch.testing.assert_close(found, torch.stack(each))
+
+
+def test_counts_of_a_stated_length_are_those_of_each_record():
+    numbers, weights = torch.randint(4, (3, 5)), torch.rand(3, 5)
+    for rows in ([numbers], [numbers, weights], [numbers, numbers]):
+        (found,) = RecordMap(3)(lambda row: [torch.bincount(*row, minlength=4)], rows)
+        each = [torch.bincount(*row, minlength=4) for row in zip(*rows, strict=True)]
+        torch.testing.assert_close(found, torch.stack(each))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import pickle
 from functools import partial
 
 import pytest
@@ -227,6 +228,15 @@ def test_copies_and_files_carry_nothing_and_need_make_private(mode):
         loss.backward()
         optimizer.step()
     assert len(optimizer.accountant) == 1
+
+
+def test_a_file_does_not_tell_whether_the_batch_was_empty():
+    net = mlp()
+    BookkeepingGradientSource(net)
+    entropy(net, *delivered(torch.zeros(0, 6), torch.zeros(0).long(), shown=4)).backward()
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        source = BookkeepingGradientSource.attached_to(other)
+        assert (source.batch, source.spare) == (None, 0)
 
 
 @pytest.mark.parametrize("make", [BookkeepingGradientSource, VmapGradientSource])

@@ -28,8 +28,15 @@ from . import layers
 from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
-from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import CannotBeMapped, InnerTransform, RecordMap, as_traced, require_no_modes
+from .mapped_forward import Loss, MappedForward, ReplacedForward
+from .record_map import (
+    CannotBeMapped,
+    InnerTransform,
+    OfOne,
+    RecordMap,
+    as_traced,
+    require_no_modes,
+)
 
 
 class UsedElsewhere(CannotBeMapped):
@@ -213,7 +220,7 @@ class BookkeepingGradientSource(GradientSource):
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(n, is_second_way=self.is_second_way)
-                found = record_map(of_one, [*rows, *copies])
+                found = record_map(of_one, rows, copies)
         finally:
             self.record_map = None
         if kept := record_map.kept():
@@ -236,7 +243,9 @@ class BookkeepingGradientSource(GradientSource):
         """A copy of a private model can remove the hooks. It contains no data."""
         lists = ("_handles", "_noted", "_held", "_versions")
         empty: dict[str, Any] = {k: [] for k in lists}
-        return {**self.__dict__, **empty, "_gradients": {}, "is_copy": True}
+        # the number of records in a batch is private
+        empty |= {"_gradients": {}, "batch": None, "spare": 0, "_records": 0}
+        return {**self.__dict__, **empty, "is_copy": True}
 
 
 class VmapGradientSource(BookkeepingGradientSource):

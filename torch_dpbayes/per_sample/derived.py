@@ -178,7 +178,7 @@ def _is_named_only(value: Any) -> bool:
 def derived(t: Tensor) -> Derived:
     """The same values, marked as computed from records."""
     with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
-        if (storage := _storage_of(t)) is not None:
+        if (storage := storage_of(t)) is not None:
             setattr(storage, _MARK, True)
         return t.as_subclass(Derived)
 
@@ -193,7 +193,7 @@ def holds_records(t: Tensor) -> bool:
     """Whether a tensor is followed, was computed from records, or shares memory with one that
     was.
     """
-    return hasattr(type(t), "is_of_batch") or hasattr(_storage_of(t), _MARK)
+    return hasattr(type(t), "is_of_batch") or hasattr(storage_of(t), _MARK)
 
 
 def _derived(found: Any) -> Any:
@@ -229,7 +229,7 @@ def _mark(written: Any) -> None:
     if isinstance(written, (tuple, list)):
         for t in written:
             _mark(t)
-    storage = _storage_of(written) if isinstance(written, Tensor) else None
+    storage = storage_of(written) if isinstance(written, Tensor) else None
     if hasattr(storage, _PRIVATE) and not hasattr(storage, _MARK):
         raise StepError(WRITTEN, code="model-written")
     if not isinstance(written, Tensor) or hasattr(storage, _MARK):
@@ -241,7 +241,7 @@ def _mark(written: Any) -> None:
             owners = [
                 t
                 for t in gc.get_objects()
-                if issubclass(type(t), Tensor) and _storage_of(t) is storage
+                if issubclass(type(t), Tensor) and storage_of(t) is storage
             ]
     for t in owners:
         if type(t) is Tensor:
@@ -250,7 +250,7 @@ def _mark(written: Any) -> None:
             t.__class__ = _DerivedParameter
 
 
-def _storage_of(t: Tensor) -> Any:
+def storage_of(t: Tensor) -> Any:
     """The storage of a tensor; None if it has none, such as a sparse one."""
     with DisableTorchFunctionSubclass():
         try:
@@ -362,7 +362,7 @@ class FixedTensors:
         # an id is unique only while its tensor is alive
         self._alive = [t for home in self._homes for t in home.values() if t is not None]
         for t in self._alive:  # a write of a batch's values into it is refused
-            if (storage := _storage_of(t)) is not None:
+            if (storage := storage_of(t)) is not None:
                 setattr(storage, _PRIVATE, True)
         self._counted = self._counts()
 

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Tensor]
 
-# slices of rows and of copies of parameters -> results
-OfOne = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
 BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 EVALUATED = (
     "the model is in eval mode, so no per-sample gradients are recorded: call model.train()"

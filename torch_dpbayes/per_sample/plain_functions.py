@@ -15,15 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_gradtrackingtensor,
-    maybe_get_bdim,
-)
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch._decomp import decompositions as rnn
 
 from ..errors import ModelError
+from . import memory
 
 
 def _recurrent(one_layer: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -255,6 +251,28 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """Like ``torch.bincount``, without numbers from ``minlength`` on."""
+    if minlength < 1 or not (is_batchedtensor(input) or is_gradtrackingtensor(input)):
+        _of_any_size(input)
+        return None
+    places = (input.unsqueeze(-1) == torch.arange(minlength, device=input.device)).T
+    if weights is None:
+        return places.sum(1)
+    wide = weights if weights.is_floating_point() else weights.double()
+    return torch.where(places, wide, 0.0).sum(1)
+
+
+def _of_any_size(t: Tensor) -> None:
+    """Refuse results whose size depends on a record: they fail beside a record of another size."""
+    if is_batchedtensor(t) or is_gradtrackingtensor(t):
+        raise ModelError(
+            "the size of a result depends on the record: write t != 0 for argwhere,"
+            " bincount(t, minlength=n), and a mask for a packed sequence",
+            code="model-map",
+        )
+
+
 def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
     """Like ``torch.roll`` for a scalar, which vmap would exchange with another record's."""
     return input if input.dim() == 0 else None
@@ -268,44 +286,6 @@ def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:
         return None
     where = mask[(..., *[None] * (t.dim() - mask.dim()))]
     return t.copy_(torch.where(where, value, t))  # torch 2.12 maps no masked_fill_ of a tensor
-
-
-def _is_apart(t: Tensor) -> bool:
-    """Whether the numbers of a record lie in memory of their own, not between other records'."""
-    with torch._C.DisableTorchFunction():
-        while is_batchedtensor(t) or is_gradtrackingtensor(t):
-            inside, dim = get_unwrapped(t), maybe_get_bdim(t)
-            steps = [(n - 1) * s for n, s in zip(inside.shape, inside.stride(), strict=True)]
-            if dim >= 0 and inside.stride(dim) <= sum(steps) - steps[dim]:
-                return False
-            t = inside
-    return True
-
-
-def _strided(t: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> None:
-    """Refuse a view that vmap would lay over other records, or whose gradient it would mix."""
-    if storage_offset is not None or not _is_apart(t):
-        raise ModelError(
-            "as_strided would read the memory of other records: write view, unfold or an index",
-            code="model-map",
-        )
-
-
-def _layout(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Strides without the number of records, by which vmap multiplies them for some layouts."""
-
-    def run(t: Tensor, *args: Any, **options: Any) -> Any:
-        if _is_apart(t):
-            return None
-        with torch._C.DisableTorchFunction():
-            return function(torch.empty(t.shape, device="meta"), *args, **options)
-
-    return run
-
-
-def _offset(t: Tensor) -> int | None:
-    """0: the numbers before a slice may be those of all records."""
-    return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
 
 
 def _is_all_true(t: Tensor) -> Tensor:
@@ -369,9 +349,19 @@ _RECURRENT: tuple[tuple[Any, Any, Callable[..., Any]], ...] = (
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _fill,
     torch._is_all_true: _is_all_true,  # noqa: SLF001
-    **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), _strided),
-    Tensor.storage_offset: _offset,
-    **{f: _layout(f) for f in (Tensor.stride, Tensor.is_contiguous)},
+    **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), memory.strided),
+    **dict.fromkeys((torch.argwhere, Tensor.argwhere), _of_any_size),
+    **dict.fromkeys((torch.bincount, Tensor.bincount), bincount),
+    torch._pack_padded_sequence: lambda _, lengths, *__: _of_any_size(lengths),  # noqa: SLF001
+    F.batch_norm: memory.statistics(1),
+    **dict.fromkeys(
+        (torch.batch_norm, torch.native_batch_norm, torch._native_batch_norm_legit),  # noqa: SLF001
+        memory.statistics(3),
+    ),
+    torch._batch_norm_impl_index: memory.statistics(3),  # noqa: SLF001
+    Tensor.contiguous: memory.contiguous,
+    **dict.fromkeys((torch.ravel, Tensor.ravel), memory.flat),
+    Tensor.storage_offset: memory.offset,
     F.embedding: embedding,
     torch.embedding: _table,
     F.embedding_bag: embedding_bag,

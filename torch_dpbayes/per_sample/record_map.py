@@ -39,6 +39,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
+from .memory import in_order, require_seen
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -63,26 +64,23 @@ _TORCHS_WORDS = {
         "its statistics depend on the records: leave out track_running_stats, or use GroupNorm"
     ),
     "would mutate a captured Tensor": (
-        "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
-        " x *= 2"
+        "it changes in place its input, or a tensor from outside: write x = x * 2 instead of x *= 2"
     ),
     "different inplace randomness": (
         "it draws random numbers into a tensor that all records share (bernoulli_, normal_):"
         " write torch.rand(...) < p, or similar"
     ),
-    "fallback path doesn't work on out=": (
-        "it computes into a tensor given as out=, as spectral_norm does in training mode: leave it"
-        " out"
-    ),
+    "fallback path doesn't work on out=": "it computes into out=, like spectral_norm: leave it out",
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: use torch.func.grad or vjp"
     ),
 }
 
+OfOne = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # takes the slices of one record
 _seed_of = methodcaller("initial_seed")
 _SEEDED = (
-    "it calls torch.manual_seed, so each record's random numbers are known, and depend on its place"
-    " in the batch: seed the program, not the model"
+    "it calls torch.manual_seed, so the random numbers of a place in the batch are known: seed the"
+    " program, not the model"
 )
 # Words in torch's errors about programs, which are not in errors about a record's values.
 _OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
@@ -165,24 +163,25 @@ class RecordMap(TorchFunctionMode):
         self._tracked: list[weakref.ref[Tensor]] = []  # tensors that must not outlive the map
 
     def __call__(
-        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+        self, function: OfOne, tensors: Sequence[Tensor], copies: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """Apply ``function`` to every record's slices of ``tensors``; each record has its own
-        random numbers. Results have records in dimension 0.
+        """Apply ``function`` to every record's slices of ``tensors``, and of ``copies`` that share
+        one memory; each record has its own random numbers. Results have records in dimension 0.
         """
         require_no_modes()
-        inside: list[Tensor] = []
-        found: list[Tensor] = []
+        rows = [*in_order(tensors), *copies]
+        inside, found = list[Tensor](), list[Tensor]()
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
         with as_traced(), self:
             self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
             try:
-                for t in tensors:
+                for t in rows:
                     inside.append(functorch._add_batch_dim(t, 0, level))
                     self._track(inside[-1])
                 for t in function(inside):
-                    found.append(functorch._remove_batch_dim(t, level, self.records, 0))
+                    whole = functorch._remove_batch_dim(t, level, self.records, 0)
+                    found.append(whole if is_batchedtensor(t) else whole.clone())  # own memory
             finally:
                 self._level = None
                 functorch._vmap_decrement_nesting()
@@ -200,6 +199,8 @@ class RecordMap(TorchFunctionMode):
         # it has a meaning for whole batches only
         if "memory_format" in kwargs and kwargs["memory_format"] in _LAYOUTS:
             kwargs = {name: v for name, v in kwargs.items() if name != "memory_format"}
+        if functorch.maybe_current_level() != self._level:
+            require_seen()
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
@@ -221,6 +222,7 @@ class RecordMap(TorchFunctionMode):
             if result is None:
                 self._error = error
                 raise
+        result = in_order(result, (*args, *kwargs.values()))
         # for an attribute, the function that uses it is checked
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
@@ -429,11 +431,9 @@ class as_traced:
 
 def is_of_records(t: Any) -> bool:
     """Whether a tensor has one value for each record; inner transforms may wrap it."""
-    if not isinstance(t, Tensor):
-        return False
-    while is_gradtrackingtensor(t):
+    while isinstance(t, Tensor) and is_gradtrackingtensor(t):
         t = get_unwrapped(t)
-    return is_batchedtensor(t)
+    return isinstance(t, Tensor) and is_batchedtensor(t)
 
 
 # -- torch functions inside a map -----------------------------------------------------------------
@@ -459,10 +459,9 @@ _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
-    *(torch._euclidean_dist, torch._weight_norm_interface),
+    *(torch._euclidean_dist, torch._weight_norm_interface, torch.batch_norm_update_stats),
 )
-# The least number of dimensions of a record's arguments: with fewer, vmap makes a table of all
-# records.
+# The fewest dimensions of a record's arguments: below, vmap makes a table of all records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
 _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
 # Functions whose arguments or results need a check.
@@ -547,8 +546,8 @@ def require_no_modes() -> None:
     names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
     if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
-            "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
-            " once: leave this mode before you call the model"
+            "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records:"
+            " leave this mode before you call the model"
         )
 
 

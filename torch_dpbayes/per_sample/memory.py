@@ -1,0 +1,134 @@
+"""Where the numbers of records lie in memory.
+
+vmap puts a new tensor's numbers where its kernels find them, which may depend on how many records
+there are. A model could read this from strides, or from whether ``reshape`` copies: it writes into
+the result, and looks at the original. Therefore each record of a new tensor gets memory of its own,
+with its numbers in order. All further tensors are views of such, or copies of a parameter, which
+share one memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    maybe_get_bdim,
+)
+
+from ..errors import ModelError
+from .derived import storage_of
+
+_IN_ORDER = torch.contiguous_format
+
+
+@lru_cache(4096)
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def in_order(found: Any, given: Iterable[Any] = ()) -> Any:
+    """What a function of the map made of ``given``, with new tensors in order; views stay views.
+    Without ``given``, rows of records in order, copied if they are not.
+    """
+    if isinstance(found, (tuple, list)):
+        parts = [in_order(part, given) for part in found]
+        is_same = all(map(operator.is_, parts, found))
+        return found if is_same else type(found)(parts)
+    if not isinstance(found, Tensor):
+        return found
+    memory, is_first = found, True  # whether dimension 0 of the memory is that of the records
+    while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
+        is_first &= maybe_get_bdim(memory) <= 0
+        memory = get_unwrapped(memory)
+    if (memory is found and given) or (is_first and memory.stride() == _strides(memory.shape)):
+        return found
+    if _is_among(storage_of(memory), given):
+        return found
+    # beside dimensions of size 1, whose strides have no meaning, this is in order already
+    is_like = is_first and memory.is_contiguous()
+    return found.view(found.shape) if is_like else found.clone(memory_format=_IN_ORDER)
+
+
+def _is_among(storage: Any, values: Iterable[Any]) -> bool:
+    """Whether a tensor among these values, also in tuples and lists, has this memory."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            if _is_among(storage, value):
+                return True
+        elif isinstance(value, Tensor):
+            while is_batchedtensor(value) or is_gradtrackingtensor(value):
+                value = get_unwrapped(value)
+            if storage_of(value) is storage:
+                return True
+    return False
+
+
+def _is_shared(t: Tensor) -> bool:
+    """Whether all records have one memory, as a parameter's copies have."""
+    with torch._C.DisableTorchFunction():
+        while is_batchedtensor(t) or is_gradtrackingtensor(t):
+            inside, dim = get_unwrapped(t), maybe_get_bdim(t)
+            if dim >= 0 and inside.stride(dim) == 0:
+                return True
+            t = inside
+    return False
+
+
+def require_seen() -> None:
+    """Refuse ``torch.func.functionalize``: its tensors do not show that they are of records."""
+    running: Any = functorch.get_interpreter_stack() or ()
+    if any(transform.key() == functorch.TransformType.Functionalize for transform in running):
+        raise ModelError(
+            "torch.func.functionalize hides which tensors are of records: leave it out",
+            code="model-map",
+        )
+
+
+def strided(t: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> None:
+    """Refuse a view that vmap would lay over other records, or whose gradient it would mix."""
+    if storage_offset is not None or _is_shared(t):
+        raise ModelError(
+            "as_strided would read the memory of other records: write view, unfold or an index",
+            code="model-map",
+        )
+
+
+def statistics(place: int) -> Callable[..., None]:
+    """Refuse a parameter as a running mean or variance: torch writes into it unseen."""
+
+    def run(*given: Any, running_mean: Any = None, running_var: Any = None, **_: Any) -> None:
+        written = *given[place : place + 2], running_mean, running_var
+        if any(isinstance(t, Tensor) and _is_shared(t) for t in written):
+            raise ModelError(
+                "batch_norm writes running statistics into a parameter: leave them out",
+                code="model-map",
+            )
+
+    return run
+
+
+def offset(t: Tensor) -> int | None:
+    """0: the numbers before a slice may be those of all records."""
+    return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
+
+
+def contiguous(t: Tensor, memory_format: torch.memory_format = _IN_ORDER) -> Tensor | None:
+    """Torch makes no copy of a parameter for a record that is alone in its batch. The order of
+    dimensions in memory is always that of the shape.
+    """
+    is_same = memory_format is _IN_ORDER and not _is_shared(t)
+    return None if is_same else t.clone(memory_format=_IN_ORDER)
+
+
+def flat(t: Tensor) -> Tensor | None:
+    """The same: torch makes ``ravel`` of ``contiguous``."""
+    return t.clone(memory_format=_IN_ORDER).view(-1) if _is_shared(t) else None
