@@ -149,9 +149,11 @@ class ExponentialFamilyPenalty(PrivateKernel):
             abs(normalizer) if self._noised_count else 0.0
         )
         # if the norm was rounded to 0, there would be no noise on the sum
-        total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer
+        total, known = float(natural @ self._sum) if bound else 0.0, -self._count * normalizer
+        if self._noised_count:
+            total, known = total + known, 0.0
         rest = log_prior - self._log_prior + log_proposal_ratio
-        return Candidate(moved, log_prior, total, rest, bound, {"_current": there})
+        return Candidate(moved, log_prior, total, rest, bound, {"_current": there}, known)
 
     # -- functions of θ ----------------------------------------------------------------------------
 
