@@ -52,8 +52,13 @@ def with_location(x, y, location):
 
 
 WRONG = [
-    # a public argument, a width, the last dimension, a constant size, two lengths
+    # public arguments (or means of private ones), a width, the last dimension, a constant size, two
+    # lengths
     (with_location, lambda n: (torch.randn(n, 4), torch.randn(n), torch.ones(4))),
+    (
+        lambda x, centre: gaussian(x, pyro.sample("m", dist.Normal(centre, 1e-3))),
+        lambda n: (x := torch.randn(n), x.mean()),
+    ),
     (lambda x, y: gaussian(y, x @ weights("w", 3)), lambda n: (torch.randn(n, 4), torch.randn(n))),
     (lambda x: gaussian(x[0], weights("mean")), lambda n: (torch.randn(3, n or 1),)),
     (lambda x: gaussian(x[:, 0], weights("mean"), size=5), lambda n: (torch.randn(n, 3),)),

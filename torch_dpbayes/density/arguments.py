@@ -52,8 +52,7 @@ class Arguments:
     Args:
         args, kwargs: the arguments of the model's call, nested in any way.
         count_is_public: whether synthetic tensors may be as long as the data. False: every tensor
-            with a dimension is data, and the number of synthetic rows is the length of no other
-            dimension.
+            is data, and the number of synthetic rows is the length of no other dimension.
 
     Attributes:
         size: of the data plate in the model's run; not the data's if their number is private.
@@ -84,6 +83,8 @@ class Arguments:
             if isinstance(leaf, Tensor) and leaf.dim()
         }
         if not count_is_public:
+            if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in self._leaves):
+                raise UnfitModel(f"an argument is a tensor of one number: {ROWS_ONLY}")
             lengths = {length for shape in self.shapes.values() for length in shape[1:]}
             self.size = next(n for n in itertools.count(_STAND_INS) if n not in lengths)
             self.shapes = {k: torch.Size([self.size, *s[1:]]) for k, s in self.shapes.items()}

@@ -38,8 +38,8 @@ class RecordDensity:
         rows_at_once: the usual maximum number of records that :meth:`of` selects. None: all
             records are used together, or 8,192 if their number is private.
         count_is_public: whether errors may depend on the number of records. False (for
-            add-or-remove-one): every tensor with a dimension is data, with records along its first
-            dimension, and the model is checked on another number of rows.
+            add-or-remove-one): every tensor is data, with records along its first dimension, and
+            the model is checked on another number of rows.
 
     Attributes:
         arguments: the model's arguments, without the data.
