@@ -1,6 +1,7 @@
 """Which arguments of a model are data."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_data_have_to_be_tensors():
     with pytest.raises(TypeError):
         RecordDensity(gaussian_rows, (np.zeros((4, 2)),))
+
+    def model(y, batch):
+        gaussian(y, pyro.sample("m", dist.Normal(batch.y.mean(), 1e-3)))
+
+    y = torch.randn(4)
+    with pytest.raises(TypeError, match=r"a SimpleNamespace.*functools\.partial"):
+        RecordDensity(model, (y, SimpleNamespace(y=y)))
 
 
 def test_data_have_to_be_dense():
