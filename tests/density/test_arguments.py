@@ -1,6 +1,7 @@
 """Which arguments of a model are data."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_data_have_to_be_tensors():
     with pytest.raises(TypeError):
         RecordDensity(gaussian_rows, (np.zeros((4, 2)),))
+
+    def model(y, batch):
+        gaussian(y, pyro.sample("m", dist.Normal(batch.y.mean(), 1e-3)))
+
+    y = torch.randn(4)
+    with pytest.raises(TypeError, match=r"a SimpleNamespace.*functools\.partial"):
+        RecordDensity(model, (y, SimpleNamespace(y=y)))
 
 
 def test_data_have_to_be_dense():
@@ -52,8 +60,13 @@ def with_location(x, y, location):
 
 
 WRONG = [
-    # a public argument, a width, the last dimension, a constant size, two lengths
+    # public arguments (or means of private ones), a width, the last dimension, a constant size, two
+    # lengths
     (with_location, lambda n: (torch.randn(n, 4), torch.randn(n), torch.ones(4))),
+    (
+        lambda x, centre: gaussian(x, pyro.sample("m", dist.Normal(centre, 1e-3))),
+        lambda n: (x := torch.randn(n), x.mean()),
+    ),
     (lambda x, y: gaussian(y, x @ weights("w", 3)), lambda n: (torch.randn(n, 4), torch.randn(n))),
     (lambda x: gaussian(x[0], weights("mean")), lambda n: (torch.randn(3, n or 1),)),
     (lambda x: gaussian(x[:, 0], weights("mean"), size=5), lambda n: (torch.randn(n, 3),)),

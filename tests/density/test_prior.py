@@ -12,7 +12,10 @@ from scipy.stats import gamma, kstest
 from support.pyro_models import gaussian, weights
 from torch.distributions import Normal
 
-from torch_dpbayes.density import Prior, RecordDensity
+import torch_dpbayes as dpb
+from torch_dpbayes import mcmc
+from torch_dpbayes.density import Prior, RecordDensity, prior_without_data
+from torch_dpbayes.noise_aware import ExponentialFamily, sufficient_statistics
 
 pytestmark = pytest.mark.usefixtures("double")
 Y = torch.randn(12, dtype=torch.float64)
@@ -105,6 +108,67 @@ def test_records_that_a_factor_closes_over_are_refused():
 
     with pytest.raises(ValueError, match=r"'closed over'.*neither clipped nor charged"):
         RecordDensity(model, (Y,))
+
+
+def fitted():
+    pyro.sample("mean", dist.Normal(pyro.param("fit", Y.mean()), 1e-3))
+
+
+def observing():
+    pyro.sample("y", dist.Normal(pyro.sample("mean", dist.Normal(0.0, 1.0)), 1.0), obs=Y[0])
+
+
+def closing_over():
+    pyro.factor("f", -(pyro.sample("mean", dist.Normal(0.0, 1.0)) - Y).square().sum())
+
+
+def switching():
+    pyro.sample("mean", dist.Normal(5 * pyro.sample("k", dist.Bernoulli(0.5)), 1.0))
+
+
+def kernel(prior):
+    mcmc.ExponentialFamilyPenalty(
+        prior,
+        sufficient_statistics=torch.atleast_1d,
+        natural_parameters=lambda latents: latents["mean"],
+        log_normalizer=lambda latents: latents["mean"].square() / 2,
+        max_statistic_norm=1.0,
+        noise_multiplier=1.0,
+        proposal_scale=1.0,
+        accountant=dpb.PrivacyAccountant(),
+    ).setup(0, Y)
+
+
+def one_release(prior):
+    family = ExponentialFamily(
+        prior, torch.atleast_1d, lambda v: v["mean"][None], lambda eta: eta.square().sum() / 2, 1.0
+    )
+    sufficient_statistics(family, Y, epsilon=1.0, delta=1e-5)
+
+
+@pytest.mark.parametrize("use", [kernel, one_release])
+@pytest.mark.parametrize(
+    "prior, why",
+    [
+        (fitted, "has a parameter 'fit'"),
+        (observing, "'y' is observed in a prior"),
+        (closing_over, "reads a tensor"),
+        (switching, "'k' of the prior is discrete"),
+    ],
+)
+def test_a_prior_that_may_have_records_or_another_law_is_refused(prior, why, use):
+    with pytest.raises(ValueError, match=why) as caught:
+        use(prior)
+    assert "Trace Shapes" not in str(caught.value)
+
+
+def test_factors_of_a_prior_without_data_count():
+    def penalised():
+        mean = pyro.deterministic("mean", weights("raw"))
+        pyro.factor("penalty", -3.0 * mean**4)
+
+    prior = prior_without_data(penalised)
+    assert prior.log_density(torch.tensor([0.7])) == pytest.approx(normal(0.7) - 3 * 0.7**4)
 
 
 def test_a_covariance_that_is_singular_where_all_latents_are_zero():

@@ -23,6 +23,7 @@ from support.pyro_models import (
     with_and_without_a_record_that_fails,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dpbayes.density import (
     InvalidPoint,
@@ -30,7 +31,9 @@ from torch_dpbayes.density import (
     RecordStatistics,
     clipped_ratio_sum,
     program,
+    record_statistics,
 )
+from torch_dpbayes.per_sample.record_map import RecordMap
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -377,6 +380,39 @@ def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(count, left, t
     expected, of_all = numbers(slice(None))
     assert torch.equal(torch.stack(terms), torch.stack(expected)[:, left])
     assert torch.equal(gradients, of_all[left])
+
+
+def test_a_private_number_of_records_decides_about_no_product_of_matrices(monkeypatch):
+    """On two threads MKL adds up the products of 256 rows in another order than those of 257."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(2)
+    w = torch.randn(784, 2)
+
+    def model(x, y):
+        gaussian(y, (x @ w).sum(1) + pyro.sample("b", dist.Normal(0.0, 1.0)))
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                sizes.add(("density", args[0].shape[0]))
+            return function(*args, **(kwargs or {}))
+
+    def mapped(count, **options):
+        sizes.add(("statistics", count))
+        return RecordMap(count, **options)
+
+    x, y, found = torch.randn(257, 784), torch.zeros(257), []
+    for n in (256, 257):
+        sizes = set()
+        density = RecordDensity(model, (x[:n], y[:n]), count_is_public=False)
+        with Products():
+            terms = density.log_likelihoods(torch.zeros(1))
+        statistics = RecordStatistics(lambda x: x @ w, (x[:n],))
+        with monkeypatch.context() as patch:
+            patch.setattr(record_statistics, "RecordMap", mapped)
+            found.append((terms, torch.cat(list(statistics.by_chunks())), sizes))
+    less, more = found
+    assert less[2] == more[2] and all(torch.equal(less[k], more[k][:256]) for k in range(2))
 
 
 @pytest.mark.parametrize(("count", "threads"), [(1215, 1), (6400, 3)])

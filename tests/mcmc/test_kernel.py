@@ -191,6 +191,30 @@ def test_statistics_whose_parameters_hardly_move_do_not_show():
     assert set(kernel.diagnostics()["noisy log ratios"]) == {0.0}
 
 
+class ToOne:
+    event = dpb.accounting.events.NoOpDpEvent()
+
+    def propose(self, params):
+        return {"mean": torch.ones(())}, 0.0
+
+
+def test_a_huge_public_part_of_the_ratio_does_not_round_away_the_noise():
+    """It is a multiple of 16,384. The exact sum, 8,192, lies in the middle between two of them."""
+    kernel = ExponentialFamilyPenalty(
+        lambda: pyro.sample("mean", dist.Normal(0.0, 1.0)),
+        sufficient_statistics=torch.atleast_1d,
+        natural_parameters=lambda latents: latents["mean"][None],
+        log_normalizer=lambda latents: 1e17 * latents["mean"],
+        max_statistic_norm=10.0,
+        noise_multiplier=1.0,
+        proposal=ToOne(),
+        accountant=dpb.PrivacyAccountant(neighboring="replace_one"),
+    )
+    start = {"mean": torch.zeros(())}
+    run(kernel, torch.full((1000,), 8.192), num_samples=60, initial_params=start)
+    assert len(set(kernel.diagnostics()["noisy log ratios"])) == 2
+
+
 def test_noise_is_added_to_a_sum_before_it_is_rounded():
     torch.set_default_dtype(torch.float32)
     kernel = hmc(Gaussian(), max_grad_norm=1.0, grad_noise_multiplier=1.0)
@@ -244,7 +268,7 @@ def test_each_records_statistics_are_clipped_and_computed_alone(monkeypatch):
     kernel = statistics(lambda i: (6 // i).double().expand(2), torch.tensor([1, 0, 2]))
     torch.testing.assert_close(kernel._sum, torch.tensor([9.0, 9.0]))
     # a mean over the records is one over the record that the function is given; and in chunks
-    monkeypatch.setattr("torch_dpbayes.density.record_statistics._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("torch_dpbayes.density.record_statistics._MOST_ROWS", 7)
     x, calls = torch.randn(150), []
 
     def centred(x):

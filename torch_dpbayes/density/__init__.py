@@ -30,6 +30,7 @@ from .prior import Prior
 from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
 from .record_density import RecordDensity, clipped_ratio_sum
 from .record_statistics import RecordStatistics
+from .structure import prior_without_data
 
 __all__ = [
     "InvalidPoint",
@@ -39,5 +40,6 @@ __all__ = [
     "RecordStatistics",
     "UnfitModel",
     "clipped_ratio_sum",
+    "prior_without_data",
     "without_value_checks",
 ]

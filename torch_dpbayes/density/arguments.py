@@ -17,6 +17,8 @@ from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
+# other objects may have records, which would count as public
+_PLAIN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _VECTOR = 64  # rows: four of the longest SIMD vectors that exist, of float32
 _STAND_INS = 19  # least number of synthetic rows if the number of records is private
 ROWS_ONLY = (
@@ -52,8 +54,7 @@ class Arguments:
     Args:
         args, kwargs: the arguments of the model's call, nested in any way.
         count_is_public: whether synthetic tensors may be as long as the data. False: every tensor
-            with a dimension is data, and the number of synthetic rows is the length of no other
-            dimension.
+            is data, and the number of synthetic rows is the length of no other dimension.
 
     Attributes:
         size: of the data plate in the model's run; not the data's if their number is private.
@@ -62,7 +63,7 @@ class Arguments:
         row_dims: for each data argument, the dimension of its records in the model.
 
     Raises:
-        TypeError: an argument is an array of another library.
+        TypeError: an argument is no tensor, number or text.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Arguments:
     ) -> None:
         leaves, self._nesting = tree_flatten((tuple(args), dict(kwargs or {})))
         for leaf in leaves:
-            if type(leaf).__module__.split(".")[0] in ("numpy", "pandas", "polars", "jax"):
+            if not isinstance(leaf, _PLAIN):
                 raise ArgumentTypeError(
                     f"an argument of the model is a {type(leaf).__name__}: pass data as torch"
-                    " tensors, torch.as_tensor(...)."
+                    " tensors, torch.as_tensor(...); bind public objects with functools.partial."
                 )
         self._leaves = [aligned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.count_is_public, self.size = count_is_public, 0
@@ -84,6 +85,8 @@ class Arguments:
             if isinstance(leaf, Tensor) and leaf.dim()
         }
         if not count_is_public:
+            if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in self._leaves):
+                raise UnfitModel(f"an argument is a tensor of one number: {ROWS_ONLY}")
             lengths = {length for shape in self.shapes.values() for length in shape[1:]}
             self.size = next(n for n in itertools.count(_STAND_INS) if n not in lengths)
             self.shapes = {k: torch.Size([self.size, *s[1:]]) for k, s in self.shapes.items()}

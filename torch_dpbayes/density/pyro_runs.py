@@ -86,7 +86,10 @@ def trace_at(
     they could change the law that is sampled.
     """
     with using_pyro, poutine.block():
-        return poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
+        try:
+            return poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
+        except UnfitModel as error:  # without Pyro's table of shapes
+            raise UnfitModel(str(error).splitlines()[0]) from None
 
 
 def is_plate(site: Any) -> bool:

@@ -20,6 +20,9 @@ from .structure import find_structure
 
 _NUMBERS_IN_FLOAT64 = 2**17  # more do not fit into the processor's caches
 _ROWS_IN_FLOAT64 = 2**13  # a sum of more rows, one after the other, loses digits
+# computed together if the number of records is private: a product of matrices of another size may
+# be rounded differently in all rows
+_ROWS_IF_PRIVATE = 2**13
 
 
 class RecordDensity:
@@ -33,10 +36,10 @@ class RecordDensity:
         data_plate: the plate's name.
         gradients: also record the gradients.
         rows_at_once: the usual maximum number of records that :meth:`of` selects. None: all
-            records are used together.
+            records are used together, or 8,192 if their number is private.
         count_is_public: whether errors may depend on the number of records. False (for
-            add-or-remove-one): every tensor with a dimension is data, with records along its first
-            dimension, and the model is checked on another number of rows.
+            add-or-remove-one): every tensor is data, with records along its first dimension, and
+            the model is checked on another number of rows.
 
     Attributes:
         arguments: the model's arguments, without the data.
@@ -77,7 +80,7 @@ class RecordDensity:
         self.prior = self.made_up.prior
         self.observed = structure.observed
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
-        together = self.num_records if rows_at_once is None else rows_at_once
+        together = rows_at_once or (self.num_records if count_is_public else _ROWS_IF_PRIVATE)
         recorder = Recorder(self.made_up, max(1, together))
         self._terms, found = recorder.programs(gradients)
         self._few_rows = self.made_up.rows(full_vectors(1))

@@ -11,7 +11,10 @@ from ..per_sample.record_map import RecordMap
 from .arguments import aligned, full_vectors, of_full_vectors
 from .pyro_runs import FLAVOURS, UnfitModel, made_up, public_randomness
 
-_ROWS_AT_ONCE, _MADE_UP = 2**16, 3
+_MADE_UP = 3
+# records computed together: they must not depend on the number of records, because a product of
+# matrices of another size may be rounded differently in all rows
+_MOST_ROWS, _MOST_BYTES = 2**13, 2**22
 
 
 class RecordStatistics:
@@ -21,7 +24,6 @@ class RecordStatistics:
     Args:
         statistics: a function from one record (its row of every tensor) to the vector s(x).
         data: tensors of one length, with one row per record.
-        rows_at_once: approximate number of records that are computed together; None: 65,536.
 
     Attributes:
         size: length of s(x).
@@ -30,14 +32,8 @@ class RecordStatistics:
         ValueError: the function cannot be mapped over synthetic records.
     """
 
-    def __init__(
-        self,
-        statistics: Callable[..., Tensor],
-        data: Sequence[Tensor],
-        rows_at_once: int | None = None,
-    ) -> None:
+    def __init__(self, statistics: Callable[..., Tensor], data: Sequence[Tensor]) -> None:
         self._statistics, self._data = statistics, [aligned(arg) for arg in data]
-        self._rows_at_once = rows_at_once or _ROWS_AT_ONCE
         self._made_up, self.size = self._tried()
 
     def clipped_sum(self, max_norm: float) -> Tensor:
@@ -55,8 +51,8 @@ class RecordStatistics:
         """s of every record in chunks (rows, size); 0 if the computation fails, because an error
         would reveal a record. Private data.
         """
-        count = len(self._data[0])
-        whole = full_vectors(min(self._rows_at_once, count))
+        count, each = len(self._data[0]), sum(some[:1].nbytes for some in self._made_up)
+        whole = full_vectors(min(_MOST_ROWS, _MOST_BYTES // max(each, 1)))
         stand_ins = [
             some[torch.arange(whole, device=some.device) % _MADE_UP] for some in self._made_up
         ]

@@ -1,14 +1,14 @@
-"""Find which sites of a model belong to the records, from shapes alone."""
+"""Find which sites of a model belong to the records, and which to the prior, from shapes alone."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from pyro import poutine
-
 from .arguments import ROWS_ONLY, Arguments
+from .prior import Prior
 from .pyro_runs import (
     FLAVOURS,
     Model,
@@ -20,6 +20,9 @@ from .pyro_runs import (
     is_plate,
     public_randomness,
     sample_sites,
+    trace_at,
+    without_parameters,
+    without_value_checks,
 )
 
 _log = logging.getLogger("torch_dpbayes")
@@ -50,14 +53,8 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     trace = _traced(model, arguments)
     dim, size = _data_plate(trace, plate)
     observed, discrete, outside = _sites(trace, plate)
-    factors = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
-    for name in factors:
-        if type(trace.nodes[name]["fn"]).__name__ != "Unit":
-            raise UnfitModel(
-                f"site {name!r} is observed outside the plate {plate!r}, so the influence of one"
-                " record has no bound: move it into the plate."
-            )
-    if factors:
+    why = f"outside the plate {plate!r}, so the influence of one record has no bound: move it into"
+    if factors := _factors(trace, outside, f"{why} the plate."):
         # a number in a closure cannot be distinguished from a public constant
         _log.warning(
             "sites %s outside the plate %r count as part of the prior and are not charged:"
@@ -75,15 +72,46 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     return Structure(plate, dim, size, observed, discrete, deepest, outside, factors)
 
 
+def prior_without_data(model: Model) -> Prior:
+    """The prior of a model that has no data; its factors belong to it.
+
+    Raises:
+        UnfitModel: it has a parameter or a discrete latent, it observes something, or a factor
+            reads a tensor.
+    """
+    model = partial(without_parameters, model)
+    with public_randomness(), without_value_checks():
+        trace = Prior(model).trace()
+    outside = []
+    for name, site in sample_sites(trace).items():
+        if site["is_observed"] and not _is_named(site):
+            outside.append(name)
+        elif not site["is_observed"] and site["fn"].has_enumerate_support:
+            raise UnfitModel(f"latent {name!r} of the prior is discrete: make it continuous.")
+    why = "in a prior, which has no data: leave it out, or write pyro.factor with public numbers."
+    factors = _factors(trace, outside, why)
+    prior = Prior(model, factors=outside)
+    prior.require_no_tensors_in(factors, prior.sample())
+    return prior
+
+
+def _factors(trace: Trace, outside: list[str], why: str) -> list[str]:
+    """The sites of ``outside`` that the model itself wrote. Refuse observations."""
+    found = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
+    for name in found:
+        if type(trace.nodes[name]["fn"]).__name__ != "Unit":
+            raise UnfitModel(f"site {name!r} is observed {why}")
+    return found
+
+
 def _traced(model: Model, arguments: Arguments) -> Trace:
     errors = []
     for flavour in ("zeros", *FLAVOURS):
-        with public_randomness(), poutine.block():
-            args, kwargs = arguments.made_up_call(flavour)
+        with public_randomness():
             try:
-                return poutine.trace(model).get_trace(*args, **kwargs)
-            except UnfitModel as error:  # without Pyro's table of shapes
-                raise UnfitModel(str(error).splitlines()[0]) from None
+                return trace_at(model, {}, *arguments.made_up_call(flavour))
+            except UnfitModel:
+                raise
             except Exception as error:
                 errors.append(error)
     if isinstance(errors[0], NotImplementedError):
@@ -155,7 +183,7 @@ def _sites(trace: Trace, plate: str) -> tuple[list[str], list[str], list[str]]:
     outside: list[str] = []
     latents = set(continuous_latents(trace))
     for name, site in sample_sites(trace).items():
-        if site["infer"].get("_deterministic"):
+        if _is_named(site):
             continue
         inside = any(frame.name == plate for frame in site["cond_indep_stack"])
         if site["is_observed"] and not inside:
@@ -187,6 +215,11 @@ def _sites(trace: Trace, plate: str) -> tuple[list[str], list[str], list[str]]:
     if not observed:
         raise UnfitModel(f"nothing is observed in the plate {plate!r}: pass obs= to a site in it.")
     return observed, discrete, outside
+
+
+def _is_named(site: Any) -> bool:
+    """Whether it is a value that the model only names: pyro.deterministic."""
+    return bool(site["infer"].get("_deterministic"))
 
 
 def _is_left_by_reparam(site: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import noise_multiplier_or_0, positive_count
-from ..density import InvalidPoint, Model, Prior, UnfitModel
+from ..density import InvalidPoint, Model, Prior, UnfitModel, prior_without_data
 from ..density.record_statistics import RecordStatistics
 from ..noise import check_clip_bound
 from .kernel import Candidate, PrivateKernel
@@ -41,8 +41,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
     this needs √((C²+1)(‖Δη‖² + ΔA²)), which is never less than C‖Δη‖ + abs(ΔA).
 
     Args:
-        prior: Pyro model of θ alone, without arguments and observations. The data are the arguments
-            of ``MCMC.run``: tensors of one length, with one row per record.
+        prior: Pyro model of θ alone, without arguments, observations and parameters. The data are
+            the arguments of ``MCMC.run``: tensors of one length, with one row per record.
         sufficient_statistics: a function from one record (its row of every argument) to the vector
             s(x). It runs for each record alone (``torch.func.vmap``).
         natural_parameters: a function from θ, a dict of the prior's values by site, to the vector
@@ -104,7 +104,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._current: tuple[Tensor, float] | None = None
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        prior = Prior(self.model)
+        prior = prior_without_data(self.model)
         are_rows = all(isinstance(arg, Tensor) and arg.dim() for arg in args)
         if kwargs or not are_rows or len({len(arg) for arg in args}) != 1:
             raise UnfitModel(
@@ -149,9 +149,11 @@ class ExponentialFamilyPenalty(PrivateKernel):
             abs(normalizer) if self._noised_count else 0.0
         )
         # if the norm was rounded to 0, there would be no noise on the sum
-        total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer
+        total, known = float(natural @ self._sum) if bound else 0.0, -self._count * normalizer
+        if self._noised_count:
+            total, known = total + known, 0.0
         rest = log_prior - self._log_prior + log_proposal_ratio
-        return Candidate(moved, log_prior, total, rest, bound, {"_current": there})
+        return Candidate(moved, log_prior, total, rest, bound, {"_current": there}, known)
 
     # -- functions of θ ----------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class Candidate(NamedTuple):
     rest: float  # ratios of the prior and of the proposal, kinetic energies
     bound: float  # how far one record can move log_ratio. 0: it does not depend on records
     kept: dict[str, Any]  # attributes of the kernel that change with θ
+    # public part of the log ratio, apart: if it is huge, it would round away the noise
+    known: float = 0.0
 
 
 class PrivateKernel(MCMCKernel):
@@ -527,6 +529,7 @@ class PrivateKernel(MCMCKernel):
         if candidate is not None and is_valid:
             std = self._multiplier * candidate.bound
             noisy = candidate.log_ratio + (std * self._standard_normal() if std else 0.0)
+            noisy += candidate.known
             normal = torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
             variance = (self._total_multiplier * candidate.bound) ** 2
             threshold = float(torch.special.log_ndtr(normal)) - candidate.rest + variance / 2

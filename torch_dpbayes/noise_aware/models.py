@@ -25,7 +25,6 @@ Likelihood = Literal["categorical", "bernoulli", "normal"]
 
 _LIKELIHOODS = ("categorical", "bernoulli", "normal")
 _LARGEST_LOG_RATE = 50.0  # beyond, counts of a Poisson law are too large to be drawn
-_ROWS = 4096  # rows of inputs that are mapped at a time
 _SYNTHETIC_ROWS = 5
 
 
@@ -194,7 +193,7 @@ class LastLayer:
 
     def _features(self, inputs: Tensor) -> Tensor:
         """The features; zeros if the computation fails, because an error would reveal a record."""
-        each = RecordStatistics(lambda x: self._body(x[None])[0], [inputs.detach()], _ROWS)
+        each = RecordStatistics(lambda x: self._body(x[None])[0], [inputs.detach()])
         return torch.cat([inputs.new_zeros(0, each.size), *each.by_chunks()])
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch.func import grad, jacrev, vmap
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import total_multiplier
 from ..accounting.events import GaussianDpEvent
-from ..density import Prior, RecordStatistics, UnfitModel
+from ..density import RecordStatistics, UnfitModel, prior_without_data
 from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound, check_positive
@@ -55,7 +55,7 @@ class ExponentialFamily:
     r"""p(x | θ) = h(x)·exp(η(θ)·s(x) − A(η(θ))).
 
     Args:
-        prior: Pyro model of θ alone, without arguments and observations.
+        prior: Pyro model of θ alone, without arguments, observations and parameters.
         statistics: a function from one record (its row of every argument) to the vector s(x); it
             runs by ``torch.func.vmap``. If you centre statistics at a public value, they need a
             smaller bound and less noise.
@@ -261,7 +261,7 @@ def sufficient_statistics(
     count = public_num_data(num_data, len(data[0]), accountant)
     multiplier = total_multiplier(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():
-        prior = Prior(model.prior)
+        prior = prior_without_data(model.prior)
         latents = Latents(prior, torch.arange(prior.dimension))
         statistics = RecordStatistics(model.statistics, data)
         size = statistics.size
