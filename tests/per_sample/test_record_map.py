@@ -277,6 +277,8 @@ def test_where_numbers_lie_does_not_depend_on_other_records(n):
         rows = F.conv1d(x, weight)
         one = F.conv1d(x[:1], weight, weight[:, 0, 0])
         seen.append((x.stride(), rows.stride(), one.stride(), rows[1:].storage_offset()))
+        number, row = x.flatten()[:1].squeeze().flatten(), x[0, 0].expand(2, 7).squeeze()[1:]
+        seen.append((number.stride(), number.dim_order(), row.contiguous() is row))
         rows.flatten(0, 1).add_(1.0)
         rows.mT.add_(1.0)
         copy.contiguous().add_(1.0)
@@ -291,7 +293,7 @@ def test_where_numbers_lie_does_not_depend_on_other_records(n):
     own[0].add_(1.0)
     torch.testing.assert_close(rows[0], F.conv1d(x[0], weight[0]) + 2.0)
     assert torch.equal(copy, before) and not outside.any()
-    assert seen == [((14, 7, 1), (15, 5, 1), (15, 5, 1), 0)]
+    assert seen == [((14, 7, 1), (15, 5, 1), (15, 5, 1), 0), ((1,), (0,), True)]
 
 
 @pytest.mark.parametrize("offset", [(0,), ()])

@@ -10,8 +10,7 @@ share one memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,11 +27,7 @@ from ..errors import ModelError
 from .derived import storage_of
 
 _IN_ORDER = torch.contiguous_format
-
-
-@lru_cache(4096)
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+_SHARED = "_dpbayes_shared"  # attribute of a storage
 
 
 def in_order(found: Any, given: Iterable[Any] = ()) -> Any:
@@ -49,13 +44,10 @@ def in_order(found: Any, given: Iterable[Any] = ()) -> Any:
     while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
         is_first &= maybe_get_bdim(memory) <= 0
         memory = get_unwrapped(memory)
-    if (memory is found and given) or (is_first and memory.stride() == _strides(memory.shape)):
+    if (memory is found and given) or (is_first and memory.is_contiguous()):
         return found
-    if _is_among(storage_of(memory), given):
-        return found
-    # beside dimensions of size 1, whose strides have no meaning, this is in order already
-    is_like = is_first and memory.is_contiguous()
-    return found.view(found.shape) if is_like else found.clone(memory_format=_IN_ORDER)
+    is_view = _is_among(storage_of(memory), given)
+    return found if is_view else found.clone(memory_format=_IN_ORDER)
 
 
 def _is_among(storage: Any, values: Iterable[Any]) -> bool:
@@ -72,15 +64,16 @@ def _is_among(storage: Any, values: Iterable[Any]) -> bool:
     return False
 
 
+def shared(copies: Tensor) -> Tensor:
+    """Note that copies of a parameter, one for each record, share one memory."""
+    setattr(storage_of(copies), _SHARED, True)
+    return copies
+
+
 def _is_shared(t: Tensor) -> bool:
-    """Whether all records have one memory, as a parameter's copies have."""
-    with torch._C.DisableTorchFunction():
-        while is_batchedtensor(t) or is_gradtrackingtensor(t):
-            inside, dim = get_unwrapped(t), maybe_get_bdim(t)
-            if dim >= 0 and inside.stride(dim) == 0:
-                return True
-            t = inside
-    return False
+    while is_batchedtensor(t) or is_gradtrackingtensor(t):
+        t = get_unwrapped(t)
+    return hasattr(storage_of(t), _SHARED)
 
 
 def require_seen() -> None:
@@ -112,6 +105,21 @@ def statistics(place: int) -> Callable[..., None]:
                 "batch_norm writes running statistics into a parameter: leave them out",
                 code="model-map",
             )
+
+    return run
+
+
+def layout(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Strides of dimensions of size 1 have no meaning; they follow from the others."""
+
+    def run(t: Tensor, *args: Any, **options: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            strides, place = list(t.stride()), 1
+            for dim in reversed(range(t.dim())):
+                strides[dim] = strides[dim] if t.shape[dim] > 1 else place
+                place = strides[dim] * t.shape[dim]
+            like = torch.empty_strided(t.shape, strides, device="meta")
+            return function(like, *args, **options)
 
     return run
 

@@ -362,6 +362,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.contiguous: memory.contiguous,
     **dict.fromkeys((torch.ravel, Tensor.ravel), memory.flat),
     Tensor.storage_offset: memory.offset,
+    **{f: memory.layout(f) for f in (Tensor.stride, Tensor.dim_order)},
     F.embedding: embedding,
     torch.embedding: _table,
     F.embedding_bag: embedding_bag,

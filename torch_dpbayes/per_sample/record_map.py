@@ -39,7 +39,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .memory import in_order, require_seen
+from .memory import in_order, require_seen, shared
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -169,7 +169,7 @@ class RecordMap(TorchFunctionMode):
         one memory; each record has its own random numbers. Results have records in dimension 0.
         """
         require_no_modes()
-        rows = [*in_order(tensors), *copies]
+        rows = [*in_order(tensors), *map(shared, copies)]
         inside, found = list[Tensor](), list[Tensor]()
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
