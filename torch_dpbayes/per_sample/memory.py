@@ -30,10 +30,8 @@ _IN_ORDER = torch.contiguous_format
 _SHARED = "_dpbayes_shared"  # attribute of a storage
 
 
-def in_order(found: Any, given: Iterable[Any] = ()) -> Any:
-    """What a function of the map made of ``given``, with new tensors in order; views stay views.
-    Without ``given``, rows of records in order, copied if they are not.
-    """
+def in_order(found: Any, given: Iterable[Any]) -> Any:
+    """What a function of the map made of ``given``, with new tensors in order; views stay views."""
     if isinstance(found, (tuple, list)):
         parts = [in_order(part, given) for part in found]
         is_same = all(map(operator.is_, parts, found))
@@ -44,7 +42,7 @@ def in_order(found: Any, given: Iterable[Any] = ()) -> Any:
     while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
         is_first &= maybe_get_bdim(memory) <= 0
         memory = get_unwrapped(memory)
-    if (memory is found and given) or (is_first and memory.is_contiguous()):
+    if memory is found or (is_first and memory.is_contiguous()):
         return found
     is_view = _is_among(storage_of(memory), given)
     return found if is_view else found.clone(memory_format=_IN_ORDER)

@@ -169,7 +169,7 @@ class RecordMap(TorchFunctionMode):
         one memory; each record has its own random numbers. Results have records in dimension 0.
         """
         require_no_modes()
-        rows = [*in_order(tensors), *map(shared, copies)]
+        rows = [*map(Tensor.contiguous, tensors), *map(shared, copies)]
         inside, found = list[Tensor](), list[Tensor]()
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
