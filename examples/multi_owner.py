@@ -175,7 +175,9 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
         end="",  # one write per line, also without buffering
         flush=True,
     )
-    if rank == 0:
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if rank == 0:  # after all lines above
         tables = (
             [made_up(other, options.records, options.seed) for other in range(len(HOSPITALS))]
             if options.data is None
@@ -184,8 +186,6 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
         report(samples, seconds, runner.diagnostics()["acceptance rate"]["chain 0"], tables)
         if options.plot is not None:
             draw(samples, tables, options.plot)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def report(
