@@ -1,14 +1,17 @@
 """Models that run for one record at a time: what the map computes, and what it prevents."""
 
 import contextlib
+import random
 import threading
 import types
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import assert_sum, clipped, delivered, entropy, gradients_of_records, private, sum_of
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.vmap_rule import Centred
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, wrap_torch_function
@@ -243,14 +246,24 @@ def test_a_choice_by_chance_is_not_refused_by_chance():
         private(Of(function, last=head()), torch.randn(7, 6), torch.zeros(7).long())
 
 
-def test_several_ranks_read_no_random_number(monkeypatch):
-    """It would be another one on each rank, and a new record may move others to another rank."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-
-    def of_one(slices):
-        return [slices[0] * float(torch.rand(1))]
-
-    refused(lambda: RecordMap(2, is_second_way=True)(of_one, [torch.ones(2, 1)]), "model-map")
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(1)), random.random, np.random.rand])
+@pytest.mark.parametrize("where", ["ranks", "parts"])
+@MODES
+def test_ranks_and_parts_of_a_batch_draw_no_number_for_all_records(draw, where, mode, monkeypatch):
+    """Each would have another one, and a new record may move others from one to another."""
+    net = Of(lambda net, x: net.last(x) * draw(), last=head())
+    net, optimizer, loader = private(
+        net, torch.randn(7, 6), torch.zeros(7).long(), grad_sample_mode=mode
+    )
+    if where == "ranks":
+        x, _ = next(iter(loader))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        refused(lambda: net(x), "model-map")
+        return
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as parts:
+        refused(lambda: net(next(iter(parts))[0]), "model-map")
 
 
 @MODES

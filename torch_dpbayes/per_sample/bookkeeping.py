@@ -14,14 +14,16 @@ so it raises an error.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ..errors import ModelError, StepError
 from . import layers
@@ -208,6 +210,10 @@ class BookkeepingGradientSource(GradientSource):
                 with as_traced():
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
+            # a new record may move others to another rank or part of the batch
+            is_part = distributed.is_available() and distributed.is_initialized()
+            is_part |= self.is_in_parts
+            drawn = _numbers_outside() if is_part else None
             with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
@@ -219,8 +225,15 @@ class BookkeepingGradientSource(GradientSource):
                     anchors.append(anchor)
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
-                self.record_map = record_map = RecordMap(n, is_second_way=self.is_second_way)
+                self.record_map = record_map = RecordMap(
+                    n, is_second_way=self.is_second_way, is_part=is_part
+                )
                 found = record_map(of_one, rows, copies)
+            if is_part and drawn != _numbers_outside():
+                raise CannotBeMapped(
+                    "it draws random numbers of Python or NumPy, and other parts of the batch get"
+                    " others: draw torch.rand(len(x)), or leave out BatchMemoryManager and ranks"
+                )
         finally:
             self.record_map = None
         if kept := record_map.kept():
@@ -259,6 +272,12 @@ class VmapGradientSource(BookkeepingGradientSource):
     """
 
     _sees_layers = False
+
+
+def _numbers_outside() -> Any:
+    """The states of Python's and NumPy's random numbers, which a pass has once for all records."""
+    numpys: Any = np.random.get_state()
+    return random.getstate(), numpys[1].tobytes(), numpys[2:]
 
 
 class _WholeBatch:
