@@ -25,6 +25,7 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, Vmap
 from torch_dpbayes.per_sample.function_kinds import is_torchs
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
+ZERO = torch.zeros(1)
 SOURCE_OF = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
 SOURCES = pytest.mark.parametrize("make", SOURCE_OF.values(), ids=SOURCE_OF)
 MODES = pytest.mark.parametrize("mode", SOURCE_OF)
@@ -266,6 +267,21 @@ def test_ranks_and_parts_of_a_batch_draw_no_number_for_all_records(draw, where, 
         refused(lambda: net(next(iter(parts))[0]), "model-map")
 
 
+@pytest.mark.parametrize(
+    ("function", "rest"),
+    [
+        (torch.cudnn_batch_norm, (True, 0.1, 1e-5)),
+        (torch.miopen_batch_norm, (True, 0.1, 1e-5)),
+        (torch.batch_norm_gather_stats, (0.1, 1e-5, 2)),
+        (torch.batch_norm_gather_stats_with_counts, (0.1, 1e-5, ZERO)),
+    ],
+)
+def test_norms_that_only_gpus_have_write_no_statistics(function, rest):
+    """For all records into one memory, unseen."""
+    with pytest.raises(CannotBeMapped, match="reads several records"):
+        RecordMap(2)(lambda x: [function(*x, *[ZERO] * 4, *rest)[0]], [torch.ones(2, 3, 1)])
+
+
 @MODES
 def test_no_parameter_is_a_running_mean(mode):
     """Torch writes into it unseen, and sometimes only if the record is alone."""
@@ -294,8 +310,6 @@ def test_where_numbers_lie_does_not_depend_on_other_records(n):
         seen.append((number.stride(), number.dim_order(), row.contiguous() is row))
         rows.flatten(0, 1).add_(1.0)
         rows.mT.add_(1.0)
-        copy.contiguous().add_(1.0)
-        copy.ravel().add_(1.0)
         return [rows, copy, outside]
 
     outside = torch.zeros(3)
@@ -323,7 +337,6 @@ def test_a_view_begins_where_its_tensor_does(offset):
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []
-ZERO = torch.zeros(1)
 
 
 def keep_what_is_filled(net, h):

@@ -359,8 +359,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         memory.statistics(3),
     ),
     torch._batch_norm_impl_index: memory.statistics(3),  # noqa: SLF001
-    Tensor.contiguous: memory.contiguous,
-    **dict.fromkeys((torch.ravel, Tensor.ravel), memory.flat),
     Tensor.storage_offset: memory.offset,
     **{f: memory.layout(f) for f in (Tensor.stride, Tensor.dim_order)},
     F.embedding: embedding,

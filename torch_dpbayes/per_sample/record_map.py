@@ -461,6 +461,8 @@ _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
     *(torch._euclidean_dist, torch._weight_norm_interface, torch.batch_norm_update_stats),
+    *(torch.batch_norm_gather_stats, torch.batch_norm_gather_stats_with_counts),
+    *(torch.cudnn_batch_norm, torch.miopen_batch_norm),
 )
 # The fewest dimensions of a record's arguments: below, vmap makes a table of all records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
