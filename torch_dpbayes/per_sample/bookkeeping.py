@@ -28,7 +28,7 @@ from torch import Tensor, distributed, nn
 from ..errors import ModelError, StepError
 from . import layers
 from .arithmetic import full_precision
-from .contributions import Contribution, PerRecord, together
+from .contributions import Contribution, Nothing, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, ReplacedForward
 from .record_map import (
@@ -148,11 +148,9 @@ class BookkeepingGradientSource(GradientSource):
         for contribution in found:
             uses += map(id, contribution.parameters)
         used = set(uses)
-        if found and not self.mapped.is_checking:
-            # the loss of this step does not depend on them, for no record
-            for p in self._parameters:
-                if id(p) not in used and p.requires_grad:
-                    found.append(PerRecord({p: p.new_zeros(()).expand(self._records, *p.shape)}))
+        unused = [p for p in self._parameters if id(p) not in used and p.requires_grad]
+        if unused and found and not self.mapped.is_checking:
+            found.append(Nothing(unused, self._records))
         if len(used) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
