@@ -237,11 +237,15 @@ def test_a_random_number_that_is_read_is_one_for_all_records(mode):
     assert sizes == {4}
 
 
-def test_a_choice_by_chance_is_not_refused_by_chance():
+@pytest.mark.parametrize(
+    "choose",
+    [lambda x: torch.multinomial(torch.ones(len(x), 2), 1), lambda _: random.randrange(2)],
+)
+def test_a_choice_by_chance_is_not_refused_by_chance(choose):
     """Two runs for a record may choose the same, and another than in the map."""
 
     def function(net, x):
-        return net.last(x) * (1 - 2 * torch.multinomial(torch.ones(len(x), 2), 1))
+        return net.last(x) * (1 - 2 * choose(x))
 
     for _ in range(60):
         private(Of(function, last=head()), torch.randn(7, 6), torch.zeros(7).long())

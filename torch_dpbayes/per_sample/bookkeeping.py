@@ -211,7 +211,7 @@ class BookkeepingGradientSource(GradientSource):
             # a new record may move others to another rank or part of the batch
             is_part = distributed.is_available() and distributed.is_initialized()
             is_part |= self.is_in_parts
-            drawn = _numbers_outside() if is_part else None
+            drawn = numbers_outside() if is_part else None
             with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
@@ -227,7 +227,7 @@ class BookkeepingGradientSource(GradientSource):
                     n, is_second_way=self.is_second_way, is_part=is_part
                 )
                 found = record_map(of_one, rows, copies)
-            if is_part and drawn != _numbers_outside():
+            if is_part and drawn != numbers_outside():
                 raise CannotBeMapped(
                     "it draws random numbers of Python or NumPy, and other parts of the batch get"
                     " others: draw torch.rand(len(x)), or leave out BatchMemoryManager and ranks"
@@ -272,7 +272,7 @@ class VmapGradientSource(BookkeepingGradientSource):
     _sees_layers = False
 
 
-def _numbers_outside() -> Any:
+def numbers_outside() -> Any:
     """The states of Python's and NumPy's random numbers, which a pass has once for all records."""
     numpys: Any = np.random.get_state()
     return random.getstate(), numpys[1].tobytes(), numpys[2:]
