@@ -237,18 +237,31 @@ def test_a_random_number_that_is_read_is_one_for_all_records(mode):
     assert sizes == {4}
 
 
-@pytest.mark.parametrize(
-    "choose",
-    [lambda x: torch.multinomial(torch.ones(len(x), 2), 1), lambda _: random.randrange(2)],
-)
-def test_a_choice_by_chance_is_not_refused_by_chance(choose):
+def test_a_choice_by_chance_is_not_refused_by_chance():
     """Two runs for a record may choose the same, and another than in the map."""
 
     def function(net, x):
-        return net.last(x) * (1 - 2 * choose(x))
+        return net.last(x) * (1 - 2 * torch.multinomial(torch.ones(len(x), 2), 1))
 
-    for _ in range(60):
-        private(Of(function, last=head()), torch.randn(7, 6), torch.zeros(7).long())
+    def by_python(net, x):
+        sign = 1 if torch._C._functorch.is_batchedtensor(x) else -1  # it may come out so
+        return net.last(x) * sign * random.choice([1])
+
+    for program in [function] * 60 + [by_python]:
+        private(Of(program, last=head()), torch.randn(7, 6), torch.zeros(7).long())
+
+
+def test_a_tensor_that_is_made_of_numbers_has_them():
+    """``t.new`` makes one of numbers, or one that is not filled."""
+    weights, seen = torch.ones(2), []
+
+    def of_one(rows):
+        x = rows[0]
+        seen.extend(t.shape for t in (x.new(3, 2), x.new(torch.Size([3])), x.new()))
+        return [x.new([1.0, 2.0]) + x.new(weights) + x.new(2)]
+
+    assert RecordMap(2)(of_one, [torch.ones(2, 1)])[0].tolist() == [[2.0, 3.0]] * 2
+    assert weights.all() and seen == [(3, 2), (3,), (0,)]
 
 
 @pytest.mark.parametrize("draw", [lambda: float(torch.rand(1)), random.random, np.random.rand])

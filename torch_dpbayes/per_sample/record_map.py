@@ -448,7 +448,7 @@ _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fil
 # what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records, and associative_scan
 _aten: Any = torch.ops.aten
 _LIKE_FUNCTIONS = (_aten.empty.memory_format, _aten.lift_fresh_copy.default, _aten.slice)
-_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
+_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted}
 _EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _LIKE_FUNCTIONS[0]}
 # what the second way makes in another way; the arguments of what is drawn hold no record's values
 _DRAWN = frozenset((torch.rand, torch.randn, torch.randint))
