@@ -1,14 +1,17 @@
 """Models that run for one record at a time: what the map computes, and what it prevents."""
 
 import contextlib
+import random
 import threading
 import types
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import assert_sum, clipped, delivered, entropy, gradients_of_records, private, sum_of
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.vmap_rule import Centred
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, wrap_torch_function
@@ -22,6 +25,7 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, Vmap
 from torch_dpbayes.per_sample.function_kinds import is_torchs
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
+ZERO = torch.zeros(1)
 SOURCE_OF = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
 SOURCES = pytest.mark.parametrize("make", SOURCE_OF.values(), ids=SOURCE_OF)
 MODES = pytest.mark.parametrize("mode", SOURCE_OF)
@@ -239,18 +243,60 @@ def test_a_choice_by_chance_is_not_refused_by_chance():
     def function(net, x):
         return net.last(x) * (1 - 2 * torch.multinomial(torch.ones(len(x), 2), 1))
 
-    for _ in range(60):
-        private(Of(function, last=head()), torch.randn(7, 6), torch.zeros(7).long())
+    def by_python(net, x):
+        sign = 1 if torch._C._functorch.is_batchedtensor(x) else -1  # it may come out so
+        return net.last(x) * sign * random.choice([1])
+
+    for program in [function] * 60 + [by_python]:
+        private(Of(program, last=head()), torch.randn(7, 6), torch.zeros(7).long())
 
 
-def test_several_ranks_read_no_random_number(monkeypatch):
-    """It would be another one on each rank, and a new record may move others to another rank."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+def test_a_tensor_that_is_made_of_numbers_has_them():
+    """``t.new`` makes one of numbers, or one that is not filled."""
+    weights, seen = torch.ones(2), []
 
-    def of_one(slices):
-        return [slices[0] * float(torch.rand(1))]
+    def of_one(rows):
+        x = rows[0]
+        seen.extend(t.shape for t in (x.new(3, 2), x.new(torch.Size([3])), x.new()))
+        return [x.new([1.0, 2.0]) + x.new(weights) + x.new(2)]
 
-    refused(lambda: RecordMap(2, is_second_way=True)(of_one, [torch.ones(2, 1)]), "model-map")
+    assert RecordMap(2)(of_one, [torch.ones(2, 1)])[0].tolist() == [[2.0, 3.0]] * 2
+    assert weights.all() and seen == [(3, 2), (3,), (0,)]
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(1)), random.random, np.random.rand])
+@pytest.mark.parametrize("where", ["ranks", "parts"])
+@MODES
+def test_ranks_and_parts_of_a_batch_draw_no_number_for_all_records(draw, where, mode, monkeypatch):
+    """Each would have another one, and a new record may move others from one to another."""
+    net = Of(lambda net, x: net.last(x) * draw(), last=head())
+    net, optimizer, loader = private(
+        net, torch.randn(7, 6), torch.zeros(7).long(), grad_sample_mode=mode
+    )
+    if where == "ranks":
+        x, _ = next(iter(loader))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        refused(lambda: net(x), "model-map")
+        return
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as parts:
+        refused(lambda: net(next(iter(parts))[0]), "model-map")
+
+
+@pytest.mark.parametrize(
+    ("function", "rest"),
+    [
+        (torch.cudnn_batch_norm, (True, 0.1, 1e-5)),
+        (torch.miopen_batch_norm, (True, 0.1, 1e-5)),
+        (torch.batch_norm_gather_stats, (0.1, 1e-5, 2)),
+        (torch.batch_norm_gather_stats_with_counts, (0.1, 1e-5, ZERO)),
+    ],
+)
+def test_norms_that_only_gpus_have_write_no_statistics(function, rest):
+    """For all records into one memory, unseen."""
+    with pytest.raises(CannotBeMapped, match="reads several records"):
+        RecordMap(2)(lambda x: [function(*x, *[ZERO] * 4, *rest)[0]], [torch.ones(2, 3, 1)])
 
 
 @MODES
@@ -281,8 +327,6 @@ def test_where_numbers_lie_does_not_depend_on_other_records(n):
         seen.append((number.stride(), number.dim_order(), row.contiguous() is row))
         rows.flatten(0, 1).add_(1.0)
         rows.mT.add_(1.0)
-        copy.contiguous().add_(1.0)
-        copy.ravel().add_(1.0)
         return [rows, copy, outside]
 
     outside = torch.zeros(3)
@@ -310,7 +354,6 @@ def test_a_view_begins_where_its_tensor_does(offset):
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []
-ZERO = torch.zeros(1)
 
 
 def keep_what_is_filled(net, h):

@@ -8,7 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import assert_sum, delivered, entropy, gradients_of_records, mlp, private
+from helpers import (
+    assert_sum,
+    clipped_rows,
+    delivered,
+    entropy,
+    gradients_of_records,
+    mlp,
+    private,
+    sum_of,
+)
 from support import training
 from support.refusals import refused
 from support.steps import one, train
@@ -193,6 +202,9 @@ def test_what_a_loss_leaves_out_has_gradient_zero(make):
     gradients, source = gradients_of_records(net, loss, (x, y)), make(net)
     loss(net, *delivered(x, y)).backward()
     assert_sum(source, net, gradients)
+    loss(net, *delivered(x, y)).backward()
+    scaled = sum_of(source, net, 0.3, scale=torch.ones(gradients.shape[1]))
+    torch.testing.assert_close(scaled, clipped_rows(gradients, 0.3))
 
 
 @MODES

@@ -199,6 +199,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                 " only this loader knows which parts belong to one batch.",
                 code="loader-memory-manager",
             )
+        self.release.source.is_in_parts = True
         self.release.draws.delivered(is_part=True, is_last=not do_skip)
 
     @staticmethod

@@ -14,19 +14,21 @@ so it raises an error.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ..errors import ModelError, StepError
 from . import layers
 from .arithmetic import full_precision
-from .contributions import Contribution, PerRecord, together
+from .contributions import Contribution, Nothing, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, ReplacedForward
 from .record_map import (
@@ -146,11 +148,9 @@ class BookkeepingGradientSource(GradientSource):
         for contribution in found:
             uses += map(id, contribution.parameters)
         used = set(uses)
-        if found and not self.mapped.is_checking:
-            # the loss of this step does not depend on them, for no record
-            for p in self._parameters:
-                if id(p) not in used and p.requires_grad:
-                    found.append(PerRecord({p: p.new_zeros(()).expand(self._records, *p.shape)}))
+        unused = [p for p in self._parameters if id(p) not in used and p.requires_grad]
+        if unused and found and not self.mapped.is_checking:
+            found.append(Nothing(unused, self._records))
         if len(used) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
@@ -208,6 +208,10 @@ class BookkeepingGradientSource(GradientSource):
                 with as_traced():
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
+            # a new record may move others to another rank or part of the batch
+            is_part = distributed.is_available() and distributed.is_initialized()
+            is_part |= self.is_in_parts
+            drawn = numbers_outside() if is_part else None
             with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
@@ -219,8 +223,15 @@ class BookkeepingGradientSource(GradientSource):
                     anchors.append(anchor)
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
-                self.record_map = record_map = RecordMap(n, is_second_way=self.is_second_way)
+                self.record_map = record_map = RecordMap(
+                    n, is_second_way=self.is_second_way, is_part=is_part
+                )
                 found = record_map(of_one, rows, copies)
+            if is_part and drawn != numbers_outside():
+                raise CannotBeMapped(
+                    "it draws random numbers of Python or NumPy, and other parts of the batch get"
+                    " others: draw torch.rand(len(x)), or leave out BatchMemoryManager and ranks"
+                )
         finally:
             self.record_map = None
         if kept := record_map.kept():
@@ -259,6 +270,12 @@ class VmapGradientSource(BookkeepingGradientSource):
     """
 
     _sees_layers = False
+
+
+def numbers_outside() -> Any:
+    """The states of Python's and NumPy's random numbers, which a pass has once for all records."""
+    numpys: Any = np.random.get_state()
+    return random.getstate(), numpys[1].tobytes(), numpys[2:]
 
 
 class _WholeBatch:

@@ -125,16 +125,3 @@ def layout(function: Callable[..., Any]) -> Callable[..., Any]:
 def offset(t: Tensor) -> int | None:
     """0: the numbers before a slice may be those of all records."""
     return 0 if is_batchedtensor(t) or is_gradtrackingtensor(t) else None
-
-
-def contiguous(t: Tensor, memory_format: torch.memory_format = _IN_ORDER) -> Tensor | None:
-    """Torch makes no copy of a parameter for a record that is alone in its batch. The order of
-    dimensions in memory is always that of the shape.
-    """
-    is_same = memory_format is _IN_ORDER and not _is_shared(t)
-    return None if is_same else t.clone(memory_format=_IN_ORDER)
-
-
-def flat(t: Tensor) -> Tensor | None:
-    """The same: torch makes ``ravel`` of ``contiguous``."""
-    return t.clone(memory_format=_IN_ORDER).view(-1) if _is_shared(t) else None

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DPBayesError, ModelError
-from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
+from .bookkeeping import BookkeepingGradientSource, UsedElsewhere, numbers_outside
 from .followed import shape_of
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
@@ -304,13 +304,13 @@ class _Comparison:
         """One record, by ordinary autograd; None if two runs differ, or draw random numbers (which
         may be equal by chance), or if one fails.
         """
-        state = torch.get_rng_state()
+        state, others = torch.get_rng_state(), numbers_outside()
         with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
             try:
                 first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
             except (RuntimeError, ValueError, IndexError):  # for values that no real record has
                 return None
-            if not torch.equal(torch.get_rng_state(), state):
+            if not torch.equal(torch.get_rng_state(), state) or numbers_outside() != others:
                 return None
             for a, b in zip(first, second, strict=True):
                 if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):

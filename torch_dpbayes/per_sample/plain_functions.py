@@ -278,6 +278,16 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
     return input if input.dim() == 0 else None
 
 
+def new(t: Tensor, *given: Any, **options: Any) -> Tensor:
+    """Like ``t.new``, which makes a tensor of numbers or of a size."""
+    first: Any = given[0] if given else 0
+    if isinstance(first, Tensor):  # of the same type
+        return first.detach().clone()
+    is_size = isinstance(first, (int, torch.Size))
+    size = given if len(given) > 1 else first
+    return t.new_empty(size, **options) if is_size else t.new_tensor(first, **options)
+
+
 def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:
     """``t[mask] = number``, which vmap refuses; None for other writes."""
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
@@ -359,9 +369,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         memory.statistics(3),
     ),
     torch._batch_norm_impl_index: memory.statistics(3),  # noqa: SLF001
-    Tensor.contiguous: memory.contiguous,
-    **dict.fromkeys((torch.ravel, Tensor.ravel), memory.flat),
     Tensor.storage_offset: memory.offset,
+    Tensor.new: new,
     **{f: memory.layout(f) for f in (Tensor.stride, Tensor.dim_order)},
     F.embedding: embedding,
     torch.embedding: _table,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 # functorch's own steps instead of torch.func.vmap, which takes 0.1 ms more for every layer
 from torch._C import _functorch as functorch
@@ -144,6 +144,7 @@ class RecordMap(TorchFunctionMode):
         is_second_way: whether the program may write records into constants that it makes
             (``torch.zeros``), each of which then has memory for each record, and may read single
             random numbers (``torch.rand(1)``), each of which is then drawn once for all records.
+        is_part: whether a new record may move others to another pass of the same batch.
     """
 
     def __init__(
@@ -153,9 +154,10 @@ class RecordMap(TorchFunctionMode):
         leaves: bool = True,
         is_random: bool = True,
         is_second_way: bool = False,
+        is_part: bool = False,
     ) -> None:
         super().__init__()
-        self._is_second_way = is_second_way
+        self._is_second_way, self._is_part = is_second_way, is_part
         self.records, self._randomness = records, "different" if is_random else "error"
         self._leaves = leaves
         self._level: int | None = None
@@ -302,12 +304,11 @@ class RecordMap(TorchFunctionMode):
 
     def _of_all(self, drawn: Tensor) -> Tensor:
         """A single random number for all records: that of the first. No record has another use for
-        it, so adding a record changes nothing for the others. It would if ranks had different ones,
-        because it may move records from rank to rank.
+        it, so adding a record changes nothing for the others. It would if it could move them to
+        another rank or part of the batch, which has another number.
         """
         is_single = is_batchedtensor(drawn) and drawn.dim() < 2 and drawn.numel() == 1
-        is_alone = not (distributed.is_available() and distributed.is_initialized())
-        if not (is_single and is_alone) or functorch.maybe_current_level() != self._level:
+        if not is_single or self._is_part or functorch.maybe_current_level() != self._level:
             return drawn
         shape = drawn.shape
         with torch._C.DisableTorchFunction():
@@ -447,7 +448,7 @@ _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fil
 # what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records, and associative_scan
 _aten: Any = torch.ops.aten
 _LIKE_FUNCTIONS = (_aten.empty.memory_format, _aten.lift_fresh_copy.default, _aten.slice)
-_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
+_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted}
 _EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _LIKE_FUNCTIONS[0]}
 # what the second way makes in another way; the arguments of what is drawn hold no record's values
 _DRAWN = frozenset((torch.rand, torch.randn, torch.randint))
@@ -460,6 +461,8 @@ _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
     *(torch._euclidean_dist, torch._weight_norm_interface, torch.batch_norm_update_stats),
+    *(torch.batch_norm_gather_stats, torch.batch_norm_gather_stats_with_counts),
+    *(torch.cudnn_batch_norm, torch.miopen_batch_norm),
 )
 # The fewest dimensions of a record's arguments: below, vmap makes a table of all records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
