@@ -323,8 +323,7 @@ class MappedForward(ReplacedForward):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
-                # separate memory for each record: the model may write into it
-                rows.append(each.expand(n, *each.shape).clone())
+                rows.append(each.expand(n, *each.shape))  # the map gives each record a copy
         return batch, rows, n
 
     def _vouched_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
