@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import os
+import random
 import signal
 import time
 from functools import partial
@@ -409,7 +410,19 @@ def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, se
 
 
 REFUSED = ["ranks-alone", "ranks-alone", "ranks-wrapped", "loader-sampler"]
-REFUSED += ["step-ddp", "step-ddp", "ranks-alone", "argument", "argument"]
+REFUSED += ["step-ddp", "step-ddp", "model-map", "model-map"]
+REFUSED += ["ranks-alone", "argument", "argument"]
+
+
+class Drawing(nn.Module):
+    """Multiplies all records by one random number. Another rank would draw another one."""
+
+    def __init__(self, draw, seed):
+        super().__init__()
+        self.draw, self.net = draw, network(seed)
+
+    def forward(self, x):
+        return self.net(x) * self.draw()
 
 
 def undeclared(rank, seed):
@@ -433,6 +446,8 @@ def undeclared(rank, seed):
     for mode in (None, "hooks"):
         engine, net, optimizer, loader = make(seed, **recorded(mode))
         refused(steps.train, wrapped(net), optimizer, loader, 1)
+    for draw in (lambda: float(torch.rand(1)), random.random):
+        refused(make, seed, module=Drawing(draw, seed))
     refused(dpb.private_clipped_fraction, net, optimizer, loader, noise_multiplier=3.0)
     ranks = distributed.Ranks(dist.new_group(backend="cpu:gloo"))
     for place in ("cuda", "meta"):

@@ -265,19 +265,13 @@ def test_a_tensor_that_is_made_of_numbers_has_them():
 
 
 @pytest.mark.parametrize("draw", [lambda: float(torch.rand(1)), random.random, np.random.rand])
-@pytest.mark.parametrize("where", ["ranks", "parts"])
 @MODES
-def test_ranks_and_parts_of_a_batch_draw_no_number_for_all_records(draw, where, mode, monkeypatch):
+def test_parts_of_a_batch_draw_no_number_for_all_records(draw, mode):
     """Each would have another one, and a new record may move others from one to another."""
     net = Of(lambda net, x: net.last(x) * draw(), last=head())
     net, optimizer, loader = private(
         net, torch.randn(7, 6), torch.zeros(7).long(), grad_sample_mode=mode
     )
-    if where == "ranks":
-        x, _ = next(iter(loader))
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        refused(lambda: net(x), "model-map")
-        return
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
     ) as parts:

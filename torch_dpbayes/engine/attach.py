@@ -86,7 +86,7 @@ def made_private(
     require_own_streams(optimizer, loader)
     is_vouched = settings.assume_independent_records
     of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
-    source = _source_for(settings, loader)
+    source = _source_for(settings, loader, is_in_parts=ranks is not None)
     try:
         if ranks is not None:
             _check_consistent(ranks, settings, optimizer, loader)
@@ -139,9 +139,11 @@ def made_private(
     return optimizer, loader
 
 
-def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSource:
+def _source_for(
+    settings: Settings[Any], loader: PoissonLoader, *, is_in_parts: bool
+) -> GradientSource:
     """Attach the source of per-sample gradients to the model, and check the model on synthetic
-    arguments, with the shapes of its own arguments.
+    arguments, with the shapes of its own arguments. ``is_in_parts``: ranks share a batch.
     """
     module, mode, examples = settings.module, settings.grad_sample_mode, settings.example_inputs
     is_vouched = settings.assume_independent_records
@@ -171,6 +173,7 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
     source = kind(
         module, loss_reduction=reduction, assume_independent=is_vouched, loss=settings.loss
     )
+    source.is_in_parts = is_in_parts
     try:
         check_model(module, source, ways)
     except BaseException as error:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
 from . import layers
@@ -208,10 +208,7 @@ class BookkeepingGradientSource(GradientSource):
                 with as_traced():
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
-            # a new record may move others to another rank or part of the batch
-            is_part = distributed.is_available() and distributed.is_initialized()
-            is_part |= self.is_in_parts
-            drawn = numbers_outside() if is_part else None
+            drawn = numbers_outside() if self.is_in_parts else None
             with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
@@ -224,10 +221,10 @@ class BookkeepingGradientSource(GradientSource):
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(
-                    n, is_second_way=self.is_second_way, is_part=is_part
+                    n, is_second_way=self.is_second_way, is_part=self.is_in_parts
                 )
                 found = record_map(of_one, rows, copies)
-            if is_part and drawn != numbers_outside():
+            if self.is_in_parts and drawn != numbers_outside():
                 raise CannotBeMapped(
                     "it draws random numbers of Python or NumPy, and other parts of the batch get"
                     " others: draw torch.rand(len(x)), or leave out BatchMemoryManager and ranks"

@@ -57,7 +57,7 @@ class GradientSource(ABC):
         follows: whether the model takes and returns followed tensors.
         passes: the number of recorded forward passes in this step.
         spare: the number of rows behind those of the records, which count as none.
-        is_in_parts: whether a batch may come in several passes.
+        is_in_parts: whether a new record may move others to another rank or pass of the batch.
         batch: the batch of the model's input in this step.
         randomness: random numbers for the model while it is mapped over records.
         is_copy: it belongs to a copy of the model, and can only be removed.
