@@ -67,8 +67,8 @@ _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # largest width of a cell, relative to epsilon
 _VANISHING = 1e-3  # target for the relative excess if epsilon is far below the losses
 _FINER = 8.0  # ratio of consecutive grids that are tried for it
-# above this relative excess many different releases are cut, or get a grid up to so much finer
-_OF_MANY, _FINEST = 3e-3, 4.0
+# above these relative excesses (of many different releases, of few) a grid is up to so much finer
+_OF_MANY, _OF_FEW, _FINEST = 3e-3, 5e-4, 4.0
 _RARE = 0.01  # largest sum of added losses, about the sum of all rates
 # first and largest tried cut, and one that is far, relative to epsilon
 _CUT, _LARGEST_CUT, _FAR = 0.25, 4096.0, 64.0
@@ -217,10 +217,10 @@ def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
             again, fine = ask(reverse, finest=fine.interval * ACCURACY / excess)
             found = min(found, again)
         grid_decides = delta is not None and not is_cut and 0 < found < math.inf
-        if grid_decides and len(levels) > pairs.EXACT_LEVELS:
-            # few large losses may have misled the choice of the grid
-            if (excess := fine.excess_of_grid(found)) > _OF_MANY:
-                fineness = min(math.sqrt(3 * excess / _OF_MANY), _FINEST)
+        if grid_decides:  # few large losses may have misled the choice of the grid
+            most = _OF_MANY if len(levels) > pairs.EXACT_LEVELS else _OF_FEW
+            if (excess := fine.excess_of_grid(found)) > most:
+                fineness = min(math.sqrt(3 * excess / most), _FINEST)
                 again, fine = ask(reverse, fineness=fineness)
                 found = min(found, again)
         if grid_decides and found < fine.interval / _COARSE:

@@ -437,8 +437,7 @@ def compose(
         mixed: whether mixtures may replace many different levels (only for upper bounds).
         is_pilot: a very wide window gets a coarse grid, because another composition may follow.
         finest: the smallest interval.
-        fineness: the factor by which cells are narrower at an epsilon below most losses, or for
-            many releases.
+        fineness: the factor by which cells are narrower than for ``accuracy``.
     """
     _require_near(levels)
     total, grows = sum(levels.values()), delta is not None and epsilon is not None

@@ -125,8 +125,8 @@ def choose_window(
     fineness: float = 1.0,
 ) -> Window:
     """The window for a result near ``epsilon``, or near ``log_delta``. If the composition
-    ``grows``, the window is for both, and for several times as many releases. At an epsilon below
-    most losses, and if mixtures stand for many releases, cells are narrower by ``fineness``.
+    ``grows``, the window is for both, and for several times as many releases. Cells are narrower by
+    ``fineness``.
     """
     asked, asked_log_delta = epsilon, log_delta
     if grows:
@@ -168,12 +168,11 @@ def choose_window(
         wanted = min(wanted, _CELL * scale)
     # At small epsilons, where most of the mass may be, the relative error of delta is n (h / s)^2 /
     # 8, with s the spread: see of_grid.
-    if sampled:
-        wanted /= fineness
-    else:
+    if not sampled:
         spread = losses.spread() / math.sqrt(total)  # of a step
         if (epsilon if asked is None else asked) < total * spread:
-            wanted = min(wanted, _OF_LOSS * spread) / fineness
+            wanted = min(wanted, _OF_LOSS * spread)
+    wanted /= fineness
     # the range of losses may be wider for this tail than for that of the final delta
     interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
     atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
