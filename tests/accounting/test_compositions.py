@@ -75,6 +75,12 @@ def test_thousands_of_rare_releases_against_an_integral():
     assert excess(found, delta, [(of_poisson(rate, noise, True), times)]) <= 1e-3
 
 
+def test_a_grid_that_is_found_to_be_coarse_is_made_finer():
+    """Epsilon was .16 percent high; the truth is dp_accounting's with an interval of 1e-7."""
+    found = bounds.upper_epsilon({Sampled("directed", 6.25e-5, 0.974): 293}, 1.07e-6)
+    assert 1 - 1e-6 <= found / 0.00534432 <= 1 + 5e-4
+
+
 def excess(epsilon, delta, laws):
     """Of epsilon over the true one, relative; asserts that it is none below."""
     if epsilon == 0:
