@@ -126,33 +126,22 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.tokens(x)).mean(1))
 
 
-def tiny_convolution() -> Made:
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
-    return net, torch.randn(4, 1, 3, 3), torch.zeros(4, dtype=torch.long)
+def logistic(batch: int) -> Made:
+    return nn.Linear(109, 2), torch.randn(batch, 109), torch.randint(2, (batch,))
 
 
-MODELS: dict[str, Callable[[], Made]] = {
-    "logistic": lambda: (nn.Linear(109, 2), torch.randn(181, 109), torch.randint(2, (181,))),
-    "mlp": partial(mlp, 256),
-    "cnn": partial(cnn, 256),
-    # He et al. (2016), 20 layers for CIFAR, with GroupNorm
-    "resnet": partial(residual, 64, [16, 32, 64], 3, 8, first=False, stem=True),
-    "transformer": lambda: (
-        Transformer(),
-        torch.randint(1000, (32, 128)),
-        torch.randint(10, (32,)),
-    ),
-}
-TITLES = {
-    "logistic": "logistic regression, batch 181",
-    "mlp": "MLP 784-1024-1024-10, batch 256",
-    "cnn": "LeNet-type CNN, batch 256",
-    "resnet": "ResNet with GroupNorm, batch 64",
-    "transformer": "transformer, batch 32",
-}
-TINY: dict[str, Callable[[], Made]] = {
-    "tiny": lambda: (nn.Linear(2, 2), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)),
-    "tiny convolution": tiny_convolution,
+def transformer(batch: int) -> Made:
+    return Transformer(), torch.randint(1000, (batch, 128)), torch.randint(10, (batch,))
+
+
+# He et al. (2016), 20 layers for CIFAR, with GroupNorm
+resnet = partial(residual, widths=[16, 32, 64], blocks=3, groups=8, first=False, stem=True)
+MODELS: dict[str, tuple[str, Callable[[int], Made], int]] = {  # with their batches
+    "logistic": ("logistic regression", logistic, 181),
+    "mlp": ("MLP 784-1024-1024-10", mlp, 256),
+    "cnn": ("LeNet-type CNN", cnn, 256),
+    "resnet": ("ResNet with GroupNorm", resnet, 64),
+    "transformer": ("transformer", transformer, 32),
 }
 
 
@@ -219,14 +208,18 @@ def private_step(
     return their_step
 
 
-def stepper(way: str, name: str, batches: int = 1) -> Step:
-    """One step of this model on ``batches`` times its batch."""
-    torch.set_num_threads(1)
-    net, x, y = (MODELS | TINY)[name]()
-    x, y = x.repeat(batches, *[1] * (x.dim() - 1)), y.repeat(batches)
+def made(name: str, batches: int) -> Made:
+    """The model and ``batches`` times its batch."""
+    _, make, batch = MODELS[name]
+    return make(batches * batch)
+
+
+def stepper(way: str, made: Made) -> Step:
+    """One step of this model on its batch."""
+    net, x, y = made
     std = (2 / (LR * RECORDS)) ** 0.5
     if way != "plain":
-        return private_step(way, (net, x, y), RECORDS, len(x) / CLIP * std, 1.0)
+        return private_step(way, made, RECORDS, len(x) / CLIP * std, 1.0)
     parameters = list(net.parameters())
 
     def step() -> None:
@@ -246,7 +239,7 @@ def stepper(way: str, name: str, batches: int = 1) -> Step:
 
 def times(name: str, seconds: float, batches: int) -> dict[str, float]:
     """Median milliseconds of a step, for each way, in this process."""
-    steps = {way: stepper(way, name, batches) for way in WAYS}
+    steps = {way: stepper(way, made(name, batches)) for way in WAYS}
     found: dict[str, list[float]] = {way: [] for way in steps}
     for step in steps.values():
         for _ in range(3):
@@ -267,13 +260,14 @@ def peak(name: str, way: str, batches: int) -> dict[str, float]:
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
-    for small in TINY:
-        stepper(way, small)()
+    labels, convolution = torch.zeros(4, dtype=torch.long), nn.Conv2d(1, 2, 3)
+    stepper(way, (nn.Linear(2, 2), torch.randn(4, 2), labels))()
+    stepper(way, (nn.Sequential(convolution, nn.Flatten()), torch.randn(4, 1, 3, 3), labels))()
     gc.collect()
     before = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
-    step = stepper(way, name, batches)
+    step = stepper(way, made(name, batches))
     for _ in range(6):
         step()
     return {"peak": (status("VmHWM") - before) / 1024}
@@ -303,6 +297,7 @@ def main() -> None:
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus' own
+    torch.set_num_threads(1)
     if arguments.times:
         print(json.dumps(times(arguments.times, arguments.seconds, arguments.batches)))
         return
@@ -324,7 +319,8 @@ def main() -> None:
         shares += [time["vmap"] / base, min(time["hooks"], time["ghost"]) / base]
         cells = [f"{share:.2f}" for share in shares]
         cells[2] = cells[2] if memory > 0.1 else f"{ours:.2f} MiB"
-        print(f"| {TITLES[name]} | {base:.3g} ms |", " | ".join(cells), "|", flush=True)
+        title, _, batch = MODELS[name]
+        print(f"| {title}, batch {batch} | {base:.3g} ms |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

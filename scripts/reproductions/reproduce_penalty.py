@@ -279,14 +279,7 @@ def run_chain(kernel: str, records: int, power: float, chains: int) -> Row:
     return row | {"epsilon": accountant.get_epsilon(DELTA)}
 
 
-run = one_of(
-    {
-        "affordable": run_affordable,
-        "owners": run_owners,
-        "acceptance": run_acceptance,
-        "chain": run_chain,
-    }
-)
+run = one_of(run_affordable, run_owners, run_acceptance, run_chain)
 SCALES = (0.1, 1.0)  # of the proposals, in posterior standard deviations
 
 

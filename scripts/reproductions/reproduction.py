@@ -101,11 +101,12 @@ def digest(**settings: Any) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
 
 
-def one_of(functions: Mapping[str, Callable[..., Row]]) -> Callable[..., Row]:
-    """A run of the function that ``what`` names; ``settings`` tell runs apart only."""
+def one_of(*functions: Callable[..., Row]) -> Callable[..., Row]:
+    """A run of the function run_WHAT, by ``what``; ``settings`` tell runs apart only."""
+    named = {function.__name__: function for function in functions}
 
     def run(what: str, settings: str, **arguments: Any) -> Row:
-        return functions[what](**arguments)
+        return named[f"run_{what}"](**arguments)
 
     return run
 
