@@ -44,7 +44,7 @@ with warnings.catch_warnings():
     import posteriors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reproductions"))
-from reproduction import Row, markdown
+from reproduction import Row, chain_of, markdown
 
 NUM_DATA, MOMENTUM, DELTA = 1000, 0.9, 1e-5
 DIMENSIONS = 10
@@ -122,14 +122,7 @@ def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, f
     plain = {**options, "momentum": MOMENTUM} if options else options
     wanted = kind([theta], target.lr, **common, **plain).langevin_noise_multiplier
     optimizer = kind([theta], target.lr, noise_multiplier=noise * wanted, **common, **options)
-    chain = torch.full((steps, len(theta)), math.nan, dtype=torch.float64)
-    try:
-        for position in chain:
-            theta.grad_sample = target.gradients(theta.detach())  # type: ignore[attr-defined]
-            optimizer.step()
-            position.copy_(theta.detach())
-    except FloatingPointError:
-        pass  # the rest stays NaN
+    chain = chain_of(theta, optimizer, target.gradients, steps)
     return chain, optimizer.accountant.get_epsilon(DELTA)
 
 

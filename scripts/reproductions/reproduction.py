@@ -17,11 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,22 @@ def one_of(*functions: Callable[..., Row]) -> Callable[..., Row]:
         return named[f"run_{what}"](**arguments)
 
     return run
+
+
+def chain_of(
+    theta: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
+    gradients: Callable[[Tensor], Tensor],
+    steps: int,
+) -> Tensor:
+    """The states of a private chain on these per-record gradients; NaN once it has diverged."""
+    chain = torch.full((steps, len(theta)), math.nan, dtype=torch.float64)
+    with suppress(FloatingPointError):
+        for state in chain:
+            theta.grad_sample = gradients(theta.detach())  # type: ignore[attr-defined]
+            optimizer.step()
+            state.copy_(theta.detach())
+    return chain
 
 
 # -- rows ------------------------------------------------------------------------------------------
