@@ -2,12 +2,11 @@
 """What a private step costs beside a plain one, for five models: ours, and Opacus' hooks and ghost
 modes.
 
-    python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
+    python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn]
 
 The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,
 the update. Data are tensors in memory. Rounds are interleaved, one step of each way in turn. A
 figure is the median processor time, divided by the plain step's median in the same process.
-``--batches 4`` makes every batch four times as large.
 
 Every model is measured under two settings of the C library's allocator: "default", and "kept", in
 which freed memory stays with the process (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ =
@@ -208,10 +207,9 @@ def private_step(
     return their_step
 
 
-def made(name: str, batches: int) -> Made:
-    """The model and ``batches`` times its batch."""
+def made(name: str) -> Made:
     _, make, batch = MODELS[name]
-    return make(batches * batch)
+    return make(batch)
 
 
 def stepper(way: str, made: Made) -> Step:
@@ -227,7 +225,6 @@ def stepper(way: str, made: Made) -> Step:
         F.cross_entropy(net(x), y).backward()
         with torch.no_grad():
             for p in parameters:
-                assert p.grad is not None
                 p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
                 p.add_(p.grad, alpha=-LR)
 
@@ -237,9 +234,9 @@ def stepper(way: str, made: Made) -> Step:
 # -- measures --------------------------------------------------------------------------------------
 
 
-def times(name: str, seconds: float, batches: int) -> dict[str, float]:
+def times(name: str, seconds: float) -> dict[str, float]:
     """Median milliseconds of a step, for each way, in this process."""
-    steps = {way: stepper(way, made(name, batches)) for way in WAYS}
+    steps = {way: stepper(way, made(name)) for way in WAYS}
     found: dict[str, list[float]] = {way: [] for way in steps}
     for step in steps.values():
         for _ in range(3):
@@ -253,7 +250,7 @@ def times(name: str, seconds: float, batches: int) -> dict[str, float]:
     return {way: 1e3 * statistics.median(values) for way, values in found.items()}
 
 
-def peak(name: str, way: str, batches: int) -> dict[str, float]:
+def peak(name: str, way: str) -> dict[str, float]:
     """Peak MiB of a few steps over what was resident before the first one."""
 
     def status(key: str) -> int:
@@ -267,7 +264,7 @@ def peak(name: str, way: str, batches: int) -> dict[str, float]:
     before = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
-    step = stepper(way, made(name, batches))
+    step = stepper(way, made(name))
     for _ in range(6):
         step()
     return {"peak": (status("VmHWM") - before) / 1024}
@@ -280,38 +277,34 @@ def run(environment: dict[str, str], *arguments: str) -> dict[str, float]:
     finished = subprocess.run(
         command, env={**clean, **one, **environment}, stdout=subprocess.PIPE, text=True, check=True
     )
-    found: dict[str, float] = json.loads(finished.stdout)
-    return found
+    return json.loads(finished.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, help="for each model and allocator setting"
-    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a model and allocator")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--batches", type=int, default=1, help="times the batch of each model")
     parser.add_argument("--times", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus' own
     torch.set_num_threads(1)
     if arguments.times:
-        print(json.dumps(times(arguments.times, arguments.seconds, arguments.batches)))
+        print(json.dumps(times(arguments.times, arguments.seconds)))
         return
     if arguments.peak:
-        print(json.dumps(peak(*arguments.peak, arguments.batches)))
+        print(json.dumps(peak(*arguments.peak)))
         return
     columns = "time", "time, freed memory kept", "peak memory", "time, vmap", "time, Opacus' best"
     print("| model | plain step |", " | ".join(columns), "|\n" + "|---" * 7 + "|")
     for name in arguments.models:
-        options = ["--seconds", str(arguments.seconds), "--batches", str(arguments.batches)]
+        options = ["--seconds", str(arguments.seconds)]
         measured = {
             "default": run({}, "--times", name, *options),
             "kept": run(KEPT, "--times", name, *options),
-            "memory": {way: run({}, "--peak", name, way, *options)["peak"] for way in WAYS},
+            "memory": {way: run({}, "--peak", name, way)["peak"] for way in WAYS},
         }
         base, kept, memory = (found.pop("plain") for found in measured.values())
         time, ours = measured["default"], measured["memory"]["ours"]

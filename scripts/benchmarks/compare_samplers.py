@@ -138,20 +138,11 @@ def theirs(target: Target, name: str, steps: int) -> Tensor:
             target.log_likelihood(theta) - theta.square().sum() / (2 * target.prior_std**2)
         ) / NUM_DATA, torch.empty(0)
 
-    if name == "SGLD":
-        transform = posteriors.sgmcmc.sgld.build(
-            log_posterior, lr=target.lr, temperature=1 / NUM_DATA
-        )
-    else:
+    options = {"lr": target.lr, "temperature": 1 / NUM_DATA}
+    if name != "SGLD":
         step = math.sqrt(target.lr)
-        build = getattr(posteriors.sgmcmc, name.lower()).build
-        transform = build(
-            log_posterior,
-            lr=step,
-            alpha=(1 - MOMENTUM) / step,
-            temperature=1 / NUM_DATA,
-            momenta=0.0,
-        )
+        options |= {"lr": step, "alpha": (1 - MOMENTUM) / step, "momenta": 0.0}
+    transform = getattr(posteriors.sgmcmc, name.lower()).build(log_posterior, **options)
     state = transform.init(target.truth.mean(0))
     chain = torch.full((steps, target.truth.shape[1]), math.nan, dtype=torch.float64)
     for position in chain:

@@ -83,8 +83,7 @@ class Sequence(nn.Module):
         self.hidden, self.last = nn.Linear(4, 5), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(torch.tanh(self.hidden(self.embedding(x))).mean(1))
-        return result
+        return self.last(torch.tanh(self.hidden(self.embedding(x))).mean(1))
 
 
 class Recurrent(nn.Module):
@@ -93,8 +92,7 @@ class Recurrent(nn.Module):
         self.lstm, self.last = DPLSTM(4, 5, batch_first=True), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.lstm(x)[0][:, -1])
-        return result
+        return self.last(self.lstm(x)[0][:, -1])
 
 
 def dense(*inner: nn.Module) -> nn.Module:

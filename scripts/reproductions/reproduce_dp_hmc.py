@@ -295,20 +295,14 @@ def iterations(model: str, algorithm: str, epsilon: float, reuse: bool = True) -
             accountant.compose(gradient, CHAINS)
         each = SelfComposedDpEvent(gradient, steps if reuse else steps + 1)
         return int(accountant.remaining(ComposedDpEvent([ratio, each]))) // CHAINS
-    multiplier = langevin_noise(model, algorithm)
+    start = torch.zeros(2, dtype=torch.float64)
+    _, optimizer = langevin(Problem(model, 0, 2), algorithm, None, start)
+    multiplier: float = optimizer.effective_noise_multiplier  # type: ignore[attr-defined]
     # half the noise, in a formula that has the factor 2 of the replace-one relation already
     if "published" in algorithm:
         multiplier /= 2
     rate = BATCH / NUM_DATA
     return dpb.get_num_steps(noise_multiplier=multiplier, sample_rate=rate, **target) // CHAINS
-
-
-def langevin_noise(model: str, algorithm: str) -> float:
-    """z of the gradient samplers."""
-    _, optimizer = langevin(
-        Problem(model, 0, 2), algorithm, None, torch.zeros(2, dtype=torch.float64)
-    )
-    return optimizer.effective_noise_multiplier  # type: ignore[attr-defined]
 
 
 def accounting(epsilons: Sequence[float]) -> list[Row]:
@@ -442,8 +436,7 @@ FIGURES: dict[str, Any] = {"1": figure_1, "variance": half_the_variance}
 
 
 def run(figure: str, settings: str, **arguments: Any) -> Row:
-    found: Row = FIGURES[figure](**arguments)
-    return found
+    return FIGURES[figure](**arguments)
 
 
 def jobs(
