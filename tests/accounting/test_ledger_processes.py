@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -90,14 +91,8 @@ def test_no_charge_is_lost_and_no_budget_passed(path, number, steps, budget, how
 
 def test_threads_share_one_accountant(path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    threads = [
-        threading.Thread(target=lambda: [accountant.compose(STEP) for _ in range(200)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: [accountant.compose(STEP) for _ in range(200)], range(4)))
     accountant.close()
     assert counted(path) == len(accountant) == 800
 
