@@ -17,17 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.children import in_child
-from support.ledgers import (
-    DELTA,
-    STEP,
-    WHERE,
-    counted,
-    counts_of,
-    forks,
-    later_job,
-    made,
-    sampled,
-)
+from support.ledgers import DELTA, STEP, WHERE, counted, counts_of, forks, later_job, made, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, ledger, renyi
 from torch_dpbayes.accounting.accountant import look_at
