@@ -107,9 +107,12 @@ def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> flo
             f"{what} is 0: a sum without noise is not private at any epsilon. Charge"
             " NonPrivateDpEvent() (epsilon becomes infinite), or use a positive noise multiplier."
         )
-    rule = "be positive and finite (noise standard deviation / clip bound), between"
-    rule = f"{rule} {_LEAST:g} and {LARGEST:g}"
-    return within(value, what, lambda z: _LEAST <= z <= LARGEST, rule)
+    if not _LEAST <= multiplier <= LARGEST:
+        raise ArgumentError(
+            f"{what} must be positive and finite (noise standard deviation / clip bound), between"
+            f" {_LEAST:g} and {LARGEST:g}: got {value!r}."
+        )
+    return multiplier
 
 
 def noise_multiplier_or_0(value: Any, what: str = "noise_multiplier") -> float:
@@ -304,8 +307,11 @@ def _(event: SelfComposedDpEvent, count: int) -> Parts:
 
 @parts_of.register
 def _(event: GaussianSum | LaplaceDpEvent | NonPrivateDpEvent, count: int) -> Parts:
-    noise = noise_multiplier_or_0(getattr(event, "noise_multiplier", 0.0))
-    yield (type(event)(noise) if noise else NonPrivateDpEvent()), count
+    noise = getattr(event, "noise_multiplier", 0.0)
+    if noise == 0:
+        yield NonPrivateDpEvent(), count
+    else:
+        yield type(event)(gaussian_noise_multiplier(noise)), count
 
 
 @parts_of.register
