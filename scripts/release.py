@@ -38,17 +38,8 @@ def run(*command: str | Path, cwd: Path | None = None, quiet: bool = False) -> N
 
 def copy_tree(folder: Path) -> None:
     """The files of the repository as they are, without those that git ignores."""
-    listed = [
-        "git",
-        "-C",
-        str(ROOT),
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-    ]
-    names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+    listed = "git ls-files -z --cached --others --exclude-standard".split()
+    names = subprocess.run(listed, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

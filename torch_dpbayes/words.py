@@ -18,8 +18,7 @@ Step = TypeVar("Step")
 
 def shown(steps: Iterable[Step], what: str) -> Iterable[Step]:
     """The steps, with a progress bar if they take long (in a terminal or a notebook)."""
-    progress: Iterable[Step] = tqdm(steps, what, delay=_SOON, disable=None, leave=False)
-    return progress
+    return tqdm(steps, what, delay=_SOON, disable=None, leave=False)
 
 
 def one_line(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:

@@ -205,12 +205,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--others", action="store_true", help="run the other accountants too")
-    parser.add_argument(
-        "--scattered", action="store_true", help="only schedules of scattered noise and rate"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=180.0, help="seconds after which one run is stopped"
-    )
+    parser.add_argument("--scattered", action="store_true", help="only scattered schedules")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds of one run, at most")
     arguments = parser.parse_args()
     if arguments.scattered:
         print("| releases | relation | ε | excess | seconds, all | of these for charging |")

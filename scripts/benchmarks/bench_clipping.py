@@ -2,12 +2,11 @@
 """What a private step costs beside a plain one, for five models: ours, and Opacus' hooks and ghost
 modes.
 
-    python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
+    python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn]
 
 The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,
 the update. Data are tensors in memory. Rounds are interleaved, one step of each way in turn. A
 figure is the median processor time, divided by the plain step's median in the same process.
-``--batches 4`` makes every batch four times as large.
 
 Every model is measured under two settings of the C library's allocator: "default", and "kept", in
 which freed memory stays with the process (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ =
@@ -126,33 +125,22 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.tokens(x)).mean(1))
 
 
-def tiny_convolution() -> Made:
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
-    return net, torch.randn(4, 1, 3, 3), torch.zeros(4, dtype=torch.long)
+def logistic(batch: int) -> Made:
+    return nn.Linear(109, 2), torch.randn(batch, 109), torch.randint(2, (batch,))
 
 
-MODELS: dict[str, Callable[[], Made]] = {
-    "logistic": lambda: (nn.Linear(109, 2), torch.randn(181, 109), torch.randint(2, (181,))),
-    "mlp": partial(mlp, 256),
-    "cnn": partial(cnn, 256),
-    # He et al. (2016), 20 layers for CIFAR, with GroupNorm
-    "resnet": partial(residual, 64, [16, 32, 64], 3, 8, first=False, stem=True),
-    "transformer": lambda: (
-        Transformer(),
-        torch.randint(1000, (32, 128)),
-        torch.randint(10, (32,)),
-    ),
-}
-TITLES = {
-    "logistic": "logistic regression, batch 181",
-    "mlp": "MLP 784-1024-1024-10, batch 256",
-    "cnn": "LeNet-type CNN, batch 256",
-    "resnet": "ResNet with GroupNorm, batch 64",
-    "transformer": "transformer, batch 32",
-}
-TINY: dict[str, Callable[[], Made]] = {
-    "tiny": lambda: (nn.Linear(2, 2), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)),
-    "tiny convolution": tiny_convolution,
+def transformer(batch: int) -> Made:
+    return Transformer(), torch.randint(1000, (batch, 128)), torch.randint(10, (batch,))
+
+
+# He et al. (2016), 20 layers for CIFAR, with GroupNorm
+resnet = partial(residual, widths=[16, 32, 64], blocks=3, groups=8, first=False, stem=True)
+MODELS: dict[str, tuple[str, Callable[[int], Made], int]] = {  # with their batches
+    "logistic": ("logistic regression", logistic, 181),
+    "mlp": ("MLP 784-1024-1024-10", mlp, 256),
+    "cnn": ("LeNet-type CNN", cnn, 256),
+    "resnet": ("ResNet with GroupNorm", resnet, 64),
+    "transformer": ("transformer", transformer, 32),
 }
 
 
@@ -219,14 +207,17 @@ def private_step(
     return their_step
 
 
-def stepper(way: str, name: str, batches: int = 1) -> Step:
-    """One step of this model on ``batches`` times its batch."""
-    torch.set_num_threads(1)
-    net, x, y = (MODELS | TINY)[name]()
-    x, y = x.repeat(batches, *[1] * (x.dim() - 1)), y.repeat(batches)
+def made(name: str) -> Made:
+    _, make, batch = MODELS[name]
+    return make(batch)
+
+
+def stepper(way: str, made: Made) -> Step:
+    """One step of this model on its batch."""
+    net, x, y = made
     std = (2 / (LR * RECORDS)) ** 0.5
     if way != "plain":
-        return private_step(way, (net, x, y), RECORDS, len(x) / CLIP * std, 1.0)
+        return private_step(way, made, RECORDS, len(x) / CLIP * std, 1.0)
     parameters = list(net.parameters())
 
     def step() -> None:
@@ -234,7 +225,6 @@ def stepper(way: str, name: str, batches: int = 1) -> Step:
         F.cross_entropy(net(x), y).backward()
         with torch.no_grad():
             for p in parameters:
-                assert p.grad is not None
                 p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
                 p.add_(p.grad, alpha=-LR)
 
@@ -244,9 +234,9 @@ def stepper(way: str, name: str, batches: int = 1) -> Step:
 # -- measures --------------------------------------------------------------------------------------
 
 
-def times(name: str, seconds: float, batches: int) -> dict[str, float]:
+def times(name: str, seconds: float) -> dict[str, float]:
     """Median milliseconds of a step, for each way, in this process."""
-    steps = {way: stepper(way, name, batches) for way in WAYS}
+    steps = {way: stepper(way, made(name)) for way in WAYS}
     found: dict[str, list[float]] = {way: [] for way in steps}
     for step in steps.values():
         for _ in range(3):
@@ -260,20 +250,21 @@ def times(name: str, seconds: float, batches: int) -> dict[str, float]:
     return {way: 1e3 * statistics.median(values) for way, values in found.items()}
 
 
-def peak(name: str, way: str, batches: int) -> dict[str, float]:
+def peak(name: str, way: str) -> dict[str, float]:
     """Peak MiB of a few steps over what was resident before the first one."""
 
     def status(key: str) -> int:
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
-    for small in TINY:
-        stepper(way, small)()
+    labels, convolution = torch.zeros(4, dtype=torch.long), nn.Conv2d(1, 2, 3)
+    stepper(way, (nn.Linear(2, 2), torch.randn(4, 2), labels))()
+    stepper(way, (nn.Sequential(convolution, nn.Flatten()), torch.randn(4, 1, 3, 3), labels))()
     gc.collect()
     before = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
-    step = stepper(way, name, batches)
+    step = stepper(way, made(name))
     for _ in range(6):
         step()
     return {"peak": (status("VmHWM") - before) / 1024}
@@ -286,37 +277,34 @@ def run(environment: dict[str, str], *arguments: str) -> dict[str, float]:
     finished = subprocess.run(
         command, env={**clean, **one, **environment}, stdout=subprocess.PIPE, text=True, check=True
     )
-    found: dict[str, float] = json.loads(finished.stdout)
-    return found
+    return json.loads(finished.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, help="for each model and allocator setting"
-    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a model and allocator")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--batches", type=int, default=1, help="times the batch of each model")
     parser.add_argument("--times", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus' own
+    torch.set_num_threads(1)
     if arguments.times:
-        print(json.dumps(times(arguments.times, arguments.seconds, arguments.batches)))
+        print(json.dumps(times(arguments.times, arguments.seconds)))
         return
     if arguments.peak:
-        print(json.dumps(peak(*arguments.peak, arguments.batches)))
+        print(json.dumps(peak(*arguments.peak)))
         return
     columns = "time", "time, freed memory kept", "peak memory", "time, vmap", "time, Opacus' best"
     print("| model | plain step |", " | ".join(columns), "|\n" + "|---" * 7 + "|")
     for name in arguments.models:
-        options = ["--seconds", str(arguments.seconds), "--batches", str(arguments.batches)]
+        options = ["--seconds", str(arguments.seconds)]
         measured = {
             "default": run({}, "--times", name, *options),
             "kept": run(KEPT, "--times", name, *options),
-            "memory": {way: run({}, "--peak", name, way, *options)["peak"] for way in WAYS},
+            "memory": {way: run({}, "--peak", name, way)["peak"] for way in WAYS},
         }
         base, kept, memory = (found.pop("plain") for found in measured.values())
         time, ours = measured["default"], measured["memory"]["ours"]
@@ -324,7 +312,8 @@ def main() -> None:
         shares += [time["vmap"] / base, min(time["hooks"], time["ghost"]) / base]
         cells = [f"{share:.2f}" for share in shares]
         cells[2] = cells[2] if memory > 0.1 else f"{ours:.2f} MiB"
-        print(f"| {TITLES[name]} | {base:.3g} ms |", " | ".join(cells), "|", flush=True)
+        title, _, batch = MODELS[name]
+        print(f"| {title}, batch {batch} | {base:.3g} ms |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,7 @@ def recorded(commit: str | None, only: str) -> dict[str, Any]:
         found = torch.load(file.name, weights_only=False)  # written a moment ago by ourselves
         if not Path(found["library"]).is_relative_to(tree):
             raise SystemExit(f"the environment's own library was run, not that of {tree}")
-    runs: dict[str, Any] = found["runs"]
-    return runs
+    return found["runs"]
 
 
 def difference(first: Any, second: Any) -> str:

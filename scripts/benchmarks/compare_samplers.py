@@ -44,7 +44,7 @@ with warnings.catch_warnings():
     import posteriors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reproductions"))
-from reproduction import Row, markdown
+from reproduction import Row, chain_of, markdown
 
 NUM_DATA, MOMENTUM, DELTA = 1000, 0.9, 1e-5
 DIMENSIONS = 10
@@ -122,14 +122,7 @@ def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, f
     plain = {**options, "momentum": MOMENTUM} if options else options
     wanted = kind([theta], target.lr, **common, **plain).langevin_noise_multiplier
     optimizer = kind([theta], target.lr, noise_multiplier=noise * wanted, **common, **options)
-    chain = torch.full((steps, len(theta)), math.nan, dtype=torch.float64)
-    try:
-        for position in chain:
-            theta.grad_sample = target.gradients(theta.detach())  # type: ignore[attr-defined]
-            optimizer.step()
-            position.copy_(theta.detach())
-    except FloatingPointError:
-        pass  # the rest stays NaN
+    chain = chain_of(theta, optimizer, target.gradients, steps)
     return chain, optimizer.accountant.get_epsilon(DELTA)
 
 
@@ -145,20 +138,11 @@ def theirs(target: Target, name: str, steps: int) -> Tensor:
             target.log_likelihood(theta) - theta.square().sum() / (2 * target.prior_std**2)
         ) / NUM_DATA, torch.empty(0)
 
-    if name == "SGLD":
-        transform = posteriors.sgmcmc.sgld.build(
-            log_posterior, lr=target.lr, temperature=1 / NUM_DATA
-        )
-    else:
+    options = {"lr": target.lr, "temperature": 1 / NUM_DATA}
+    if name != "SGLD":
         step = math.sqrt(target.lr)
-        build = getattr(posteriors.sgmcmc, name.lower()).build
-        transform = build(
-            log_posterior,
-            lr=step,
-            alpha=(1 - MOMENTUM) / step,
-            temperature=1 / NUM_DATA,
-            momenta=0.0,
-        )
+        options |= {"lr": step, "alpha": (1 - MOMENTUM) / step, "momenta": 0.0}
+    transform = getattr(posteriors.sgmcmc, name.lower()).build(log_posterior, **options)
     state = transform.init(target.truth.mean(0))
     chain = torch.full((steps, target.truth.shape[1]), math.nan, dtype=torch.float64)
     for position in chain:

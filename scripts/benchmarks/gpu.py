@@ -184,8 +184,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
-def counts(step: Step) -> tuple[str, str]:
-    """Launches, synchronisations and device time of one step, and where that time goes."""
+def counts(step: Step) -> str:
+    """Launches, synchronisations and device time of one step."""
     both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=both if DEVICE == "cuda" else both[:1]) as seen:
         step()
@@ -196,14 +196,9 @@ def counts(step: Step) -> tuple[str, str]:
         return sum(k.count for k in found if k.key in names)
 
     of_host = {k.key for k in found if k.self_cpu_time_total > 0}  # ranges, such as Optimizer.step
-    spent = [k for k in found if k.key not in of_host]
-    spent.sort(key=lambda k: -k.self_device_time_total)
-    busy = sum(k.self_device_time_total for k in spent) / 1e3
-    where = ", ".join(
-        f"{k.key[:70]} {k.self_device_time_total / 1e3:.2f} ({k.count})" for k in spent[:12]
-    )
+    busy = sum(k.self_device_time_total for k in found if k.key not in of_host) / 1e3
     waits = total(WAITS) - (DEVICE == "cuda")  # the profiler's own at the end
-    return f"{total(LAUNCHES)} launches, {waits} waits, {busy:.1f} ms busy", where
+    return f"{total(LAUNCHES)} launches, {waits} waits, {busy:.1f} ms busy"
 
 
 def wait() -> None:
@@ -211,7 +206,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def measure(way: str, name: str, repeats: int, *, is_half: bool) -> tuple[float, float, str, str]:
+def measure(way: str, name: str, repeats: int, *, is_half: bool) -> tuple[float, float, str]:
     """Median milliseconds, peak MiB, and counts."""
     gc.collect()
     if DEVICE == "cuda":
@@ -228,7 +223,7 @@ def measure(way: str, name: str, repeats: int, *, is_half: bool) -> tuple[float,
         wait()
         times.append(1e3 * (time.perf_counter() - start))
     peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0.0
-    return statistics.median(times), peak, *counts(step)
+    return statistics.median(times), peak, counts(step)
 
 
 def main() -> None:
@@ -237,7 +232,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ways", nargs="+", default=["plain", "ours", "ghost", "hooks"])
     parser.add_argument("--repeats", type=int, default=15 if DEVICE == "cuda" else 2)
-    parser.add_argument("--profile", action="store_true", help="print the longest kernels")
     parser.add_argument("--no-checks", action="store_true")
     arguments = parser.parse_args()
     start = time.perf_counter()
@@ -261,9 +255,7 @@ def main() -> None:
                     return
                 row = f"| {name}{', bf16' if is_half else ''} | {way} |"
                 try:
-                    ms, peak, counted, where = measure(
-                        way, name, arguments.repeats, is_half=is_half
-                    )
+                    ms, peak, counted = measure(way, name, arguments.repeats, is_half=is_half)
                 except Exception as error:
                     text = str(error).partition("\n")[0][:200]
                     print(row, f"FAILED {type(error).__name__}: {text} |", flush=True)
@@ -271,8 +263,6 @@ def main() -> None:
                 plain = plain or (ms, max(peak, 1.0))
                 ratios = f"{ms:.2f} | {ms / plain[0]:.2f} | {peak:.0f} | {peak / plain[1]:.2f}"
                 print(row, ratios, "|", counted, "|", flush=True)
-                if arguments.profile and way in ("plain", "ours"):
-                    print("   ", where, flush=True)
 
 
 if __name__ == "__main__":

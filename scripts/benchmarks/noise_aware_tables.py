@@ -60,13 +60,8 @@ def load(name: str, root: str, repeat: int) -> tuple[Tensor, Tensor]:
         x = bounded(torch.tensor(columns).T.clamp(0, 1), math.sqrt(5 / 3 + 2))
         return x, torch.tensor([float(row[14].startswith(">50K")) for row in rows]).double()
     if name == "abalone":
-        rows = free.table("Abalone", root)
-        numbers = torch.tensor([[float(value) for value in row[1:]] for row in rows])
-        infant = torch.tensor([[2.0 * (row[0] == "I") - 1] for row in rows])
-        low, high = torch.tensor(free.ABALONE).T
-        scaled = (2 * (numbers[:, :-1] - low) / (high - low) - 1).clamp(-1, 1)
-        x = bounded(torch.cat([scaled, infant], 1), math.sqrt(7 / 3 + 2))
-        y = (numbers[:, -1] >= 10).double()
+        x, y = free.abalone_columns(free.table("Abalone", root))
+        x, y = bounded(x, math.sqrt(7 / 3 + 2)), y.double()
     else:
         from sklearn.datasets import load_breast_cancer
 

@@ -217,7 +217,6 @@ def of_allocation(steps: int, z: float, replace: bool, fine: int = 1) -> Law:
         left >>= 1
         if left:
             power = together(power, power)
-    assert total is not None
     log_w, mass = total[0] - math.log(steps), np.log(total[1])
     return Law((log_w, mass + log_w), (-log_w, mass))
 
@@ -243,20 +242,15 @@ def of_discrete_laplace(a: float, move: int, fine: int = 1) -> Law:
     return both_ways(log_p, log_q, lattice=a)
 
 
-def of_sampled_discrete_gaussian(q: float, std: float, move: int, fine: int = 1) -> Law:
-    x = np.arange(-math.ceil(60 * std) - move, math.ceil(60 * std) + move + 1)
-    log_q, log_p = (-((x - at) ** 2) / (2 * std**2) for at in (0, move))
+def of_discrete_gaussian(q: float, std: float, move: int, fine: int = 1) -> Law:
+    """Of a release that is sampled at rate q, or of all records, where losses lie on a lattice."""
+    k = np.arange(-math.ceil(60 * std) - move, math.ceil(60 * std) + move + 1)
+    log_q, log_p = (-((k - at) ** 2) / (2 * std**2) for at in (0, move))
     norm = special.logsumexp(log_q)
+    if q == 1:
+        return both_ways(log_p - norm, log_q - norm, lattice=move / (2 * std**2))
     mixed = np.logaddexp(math.log1p(-q) + log_q, math.log(q) + log_p)
     return both_ways(mixed - norm, log_q - norm)
-
-
-def of_discrete_gaussian(std: float, move: int, fine: int = 1) -> Law:
-    far = math.ceil(REACH * std) + move
-    k = np.arange(-far, far + move + 1)
-    log_q, log_p = -(k**2) / (2 * std**2), -((k - move) ** 2) / (2 * std**2)
-    scale = special.logsumexp(log_q)
-    return both_ways(log_p - scale, log_q - scale, lattice=move / (2 * std**2))
 
 
 def of_response(p: float, buckets: int, fine: int = 1) -> Law:
@@ -396,9 +390,7 @@ class Reference:
 def on_lattice(laws: Laws, epsilon: float, reverse: bool) -> tuple[float, float]:
     """The same by convolution, all terms positive."""
     ((law, count),) = laws
-    assert isinstance(count, int)
     losses, logs = law.side(reverse)
-    assert law.lattice is not None
     place = np.rint(losses / law.lattice).astype(int)
     assert np.abs(losses / law.lattice - place).max() < 1e-6
     masses = np.bincount(place - place.min(), np.exp(logs))
@@ -532,13 +524,13 @@ class Draws:
 
     def discrete_gaussian(self) -> Drawn:
         std, move = self.log(2.0, 40.0), int(self.rng.integers(1, 3))
-        law = partial(of_discrete_gaussian, std, move * (1 + self.replace))
+        law = partial(of_discrete_gaussian, 1.0, std, move * (1 + self.replace))
         return Drawn(mechanisms.DiscreteGaussianDpEvent(std, move, 1), law)
 
     def sampled_discrete_gaussian(self) -> Drawn:
         std, move, q = self.log(0.7, 10.0), int(self.rng.integers(1, 3)), self.log(0.01, 0.5)
         event = events.PoissonSampledDpEvent(q, mechanisms.DiscreteGaussianDpEvent(std, move, 1))
-        return Drawn(event, partial(of_sampled_discrete_gaussian, q, std, move))
+        return Drawn(event, partial(of_discrete_gaussian, q, std, move))
 
     def response(self) -> Drawn:
         p, buckets = float(self.rng.uniform(0.2, 0.95)), int(self.rng.integers(2, 10))

@@ -19,7 +19,6 @@ import hashlib
 import io
 import logging
 import os
-import tempfile
 import warnings
 import zlib
 from collections import Counter
@@ -84,8 +83,7 @@ class Sequence(nn.Module):
         self.hidden, self.last = nn.Linear(4, 5), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(torch.tanh(self.hidden(self.embedding(x))).mean(1))
-        return result
+        return self.last(torch.tanh(self.hidden(self.embedding(x))).mean(1))
 
 
 class Recurrent(nn.Module):
@@ -94,16 +92,12 @@ class Recurrent(nn.Module):
         self.lstm, self.last = DPLSTM(4, 5, batch_first=True), nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.lstm(x)[0][:, -1])
-        return result
+        return self.last(self.lstm(x)[0][:, -1])
 
 
-def dense() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-def dropping() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, CLASSES))
+def dense(*inner: nn.Module) -> nn.Module:
+    inner = inner or (nn.LayerNorm(6), nn.Tanh())
+    return nn.Sequential(nn.Linear(4, 6), *inner, nn.Linear(6, CLASSES))
 
 
 def convolutional() -> nn.Module:
@@ -114,7 +108,7 @@ def convolutional() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "dense": (dense, lambda: torch.randn(RECORDS, 4)),
-    "dropout": (dropping, lambda: torch.randn(RECORDS, 4)),
+    "dropout": (lambda: dense(nn.ReLU(), nn.Dropout(0.3)), lambda: torch.randn(RECORDS, 4)),
     "convolutional": (convolutional, lambda: torch.randn(RECORDS, 2, 5, 5)),
     "sequence": (Sequence, lambda: torch.randint(20, (RECORDS, 7))),
     "recurrent": (Recurrent, lambda: torch.randn(RECORDS, 5, 4)),
@@ -182,7 +176,7 @@ def trained(
         max_grad_norm=0.8,
         noise_multiplier=1.1,
         grad_sample_mode=mode,
-        **vouched(is_vouched or mode == "hooks"),
+        assume_independent_records=is_vouched or mode == "hooks",
         loss=loss_of if own_loss else None,
     )
     scheduler = None if schedule is None else SCHEDULES[schedule](optimizer)
@@ -224,10 +218,6 @@ def trained(
     return {**found, **charges(engine.accountant)}
 
 
-def vouched(flag: bool) -> dict[str, bool]:
-    return {"assume_independent_records": flag}
-
-
 def bare(name: str, sampler: str, sampling: str | None, neighboring: str) -> Values:
     """Steps of an optimizer without an engine, on per-record gradients that are given."""
     parameters = [nn.Parameter(0.1 * torch.randn(3)), nn.Parameter(0.1 * torch.randn(2, 2))]
@@ -236,7 +226,7 @@ def bare(name: str, sampler: str, sampling: str | None, neighboring: str) -> Val
     optimizer = SAMPLERS[sampler](
         groups,
         0.05,
-        **vouched(True),
+        assume_independent_records=True,
         num_data=40,
         expected_batch_size=10,
         max_grad_norm=0.5,
@@ -327,22 +317,13 @@ def chain(kernel: Callable[..., Any], model: Any, relation: str, **options: Any)
     return {**found, **charges(accountant)}
 
 
-@contextlib.contextmanager
-def one_process() -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        meeting_place = f"file://{folder}/store"
-        torch.distributed.init_process_group(
-            "gloo", init_method=meeting_place, rank=0, world_size=1
-        )
-        try:
-            yield
-        finally:
-            torch.distributed.destroy_process_group()
-
-
 def owners(kernel: Callable[..., Any], relation: str, **options: Any) -> Values:
-    with one_process():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
         return chain(kernel, gaussian, relation, **options)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def chain_plans() -> Values:
@@ -554,26 +535,16 @@ def _cases() -> dict[str, Case]:
             if kernel is ExponentialFamilyPenalty and relation == RELATIONS[0]:
                 options = {**options, "num_data": 30}
             add(f"chain: {name}, {relation}", chain, kernel, model, relation, **options)
-        add(
-            f"chain: MultiOwnerPenalty, {relation}",
-            owners,
-            mcmc.MultiOwnerPenalty,
-            relation,
-            **PENALTY,
-        )
-        add(f"chain: MultiOwnerHMC, {relation}", owners, mcmc.MultiOwnerHMC, relation, **HMC)
+        for kernel, options in ((mcmc.MultiOwnerPenalty, PENALTY), (mcmc.MultiOwnerHMC, HMC)):
+            add(f"chain: {kernel.__name__}, {relation}", owners, kernel, relation, **options)
     add("chain: plans", chain_plans)
 
-    for certificate in CERTIFICATES:
-        for relation in RELATIONS:
-            family = "bernoulli"
-            if certificate == "bounded":  # a long chain
-                if relation == RELATIONS[0]:
-                    continue
-                family = "gaussian"
-            name = f"one posterior sample: {certificate}, {relation}"
-            add(name, posterior_sample, certificate, relation, None, family)
     for relation in RELATIONS:
+        for certificate in CERTIFICATES:
+            family = "gaussian" if certificate == "bounded" else "bernoulli"
+            if family == "bernoulli" or relation == RELATIONS[1]:  # a long chain
+                name = f"one posterior sample: {certificate}, {relation}"
+                add(name, posterior_sample, certificate, relation, None, family)
         name = f"one posterior sample: tempered, {relation}"
         add(name, posterior_sample, "finite run", relation, 1.0, "bernoulli")
     add("one posterior sample: Pyro model", pyro_sample)

@@ -157,10 +157,6 @@ class AtOnce(Dataset[Any]):
         return [t[index] for t in self.tensors]
 
 
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def read(batches: Iterable[Any]) -> None:
     for _ in batches:
         pass
@@ -181,7 +177,7 @@ def loader(seconds: float) -> None:
     for width, size in ((20, 51_200), (784, 12_800)):
         data = TensorDataset(torch.randn(size, width), torch.randint(10, (size,)))
         private = PoissonLoader(DataLoader(data, BATCH), BATCH / len(data))
-        at_once = DataLoader(AtOnce(*data.tensors), BATCH, shuffle=True, collate_fn=as_it_is)
+        at_once = DataLoader(AtOnce(*data.tensors), BATCH, shuffle=True, collate_fn=lambda b: b)
         others = {"record by record": DataLoader(data, BATCH, shuffle=True), "at once": at_once}
         works = [partial(read_private, private), *(partial(read, o) for o in others.values())]
         ours, *theirs = medians(works, seconds)
@@ -194,8 +190,7 @@ def loader(seconds: float) -> None:
 
 
 def normal(name: str, *shape: int) -> Tensor:
-    value: Tensor = pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
-    return value
+    return pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
 
 
 def logistic(x: Tensor, y: Tensor) -> None:
@@ -257,20 +252,15 @@ def kernels(seconds: float) -> None:
             partial(potential_grad, potential, start),
         )
         terms = partial(density.log_likelihoods, theta), trace
-        (ours, theirs), (ours_terms, their_terms) = (
-            medians(gradients, seconds),
-            medians(terms, seconds),
-        )
+        ours, theirs = medians(gradients, seconds)
+        ours_terms, their_terms = medians(terms, seconds)
         row(name, ms(ours), ours / theirs, ours_terms / their_terms)
 
 
 # --- ranks and owners -----------------------------------------------------------------------------
 
 PARALLEL_BATCH = 512
-RANKS = {
-    "cnn": "CNN, 26,010 parameters, batch 512",
-    "mlp": "MLP, 203,530 parameters, batch 512",
-}
+RANKS = {"cnn": "CNN, 26,010 parameters, batch 512", "mlp": "MLP, 203,530 parameters, batch 512"}
 
 
 def training(model: str) -> Callable[[int], None]:
@@ -360,23 +350,16 @@ def ranks(seconds: float) -> None:
         row(RANKS[what], *cells)
 
 
-PARTS: dict[str, Callable[[float], None]] = {
-    "optimizers": optimizers,
-    "loader": loader,
-    "kernels": kernels,
-    "ranks": ranks,
-}
+PARTS = {part.__name__: part for part in (optimizers, loader, kernels, ranks)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", choices=PARTS)
     parser.add_argument("--seconds", type=float, default=4.0, help="for a row; default: 4")
     given = parser.parse_args(arguments)
-    if unknown := set(given.parts) - set(PARTS):
-        parser.error(f"no part {sorted(unknown)}: take some of {', '.join(PARTS)}")
     torch.set_num_threads(1)
     for part in given.parts or PARTS:
         PARTS[part](given.seconds)

@@ -118,11 +118,7 @@ def private_run(net: nn.Module, accountant: PrivacyAccountant) -> tuple[Any, Cal
     generator = torch.Generator().manual_seed(7)
     factory = partial(dpb.optim.DPSGNHT, lr=0.1, temperature=1.0, generator=generator)
     net, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
-        module=net,
-        optimizer=factory,
-        data_loader=loader,
-        max_grad_norm=0.5,
-        noise_multiplier=1.2,
+        module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5, noise_multiplier=1.2
     )
 
     def train() -> None:

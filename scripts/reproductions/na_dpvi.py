@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -73,10 +73,9 @@ np.savez(target, mean=found.theta_means, std=found.theta_stds, seconds=seconds)
 """
 
 
-def theirs(
-    records: Mapping[str, Tensor], epsilon: float, seed: int, checkout: str, python: str
-) -> tuple[Tensor, Tensor, float]:
-    """Mean, standard deviation and processor time."""
+def theirs(given: Problem, epsilon: float, seed: int, checkout: str, python: str) -> Row:
+    """Their posterior is normal in w and in log(exp(σ²) − 1)."""
+    truth = torch.cat([given.weights, given.sigma.square()[None]])
     noise = dpb.get_noise_multiplier(
         target_epsilon=epsilon,
         target_delta=DELTA,
@@ -86,25 +85,23 @@ def theirs(
     )
     with tempfile.TemporaryDirectory() as folder:
         source, target = (str(Path(folder) / name) for name in ("given.npz", "found.npz"))
-        given = {name: values.numpy() for name, values in records.items()}
-        np.savez(source, noise=noise, seed=seed, **given)
+        records = {"x": given.x.numpy(), "y": given.y.numpy(), "theta": truth.numpy()}
+        np.savez(source, noise=noise, seed=seed, **records)
         command = [python, "-c", PROGRAM, checkout, source, target]
         subprocess.run(command, check=True, capture_output=True)
         found = np.load(target)
         mean, std = (torch.as_tensor(found[name]).double() for name in ("mean", "std"))
-        return mean, std, float(found["seconds"])
-
-
-def prior_of(dimension: int) -> tuple[Tensor, Tensor]:
-    shape, scale, half = (torch.tensor(v, dtype=torch.float64) for v in (20.0, 0.5, 0.5))
-    zeros = torch.zeros(dimension, dtype=torch.float64)
-    spread = dist.TransformedDistribution(dist.InverseGamma(shape, scale), [PowerTransform(half)])
-    sigma = pyro.sample("noise_std", spread)
-    return pyro.sample("weights", dist.Normal(zeros, 2 * sigma).to_event(1)), sigma
+        seconds = float(found["seconds"])
+    truth[-1] = truth[-1].expm1().log()
+    return judged(torch.special.ndtr((truth - mean) / std), std[:-1], given.sigma, seconds)
 
 
 def regression(x: Tensor, y: Tensor) -> None:
-    weights, sigma = prior_of(DIMENSION)
+    shape, scale, half = (torch.tensor(v, dtype=torch.float64) for v in (20.0, 0.5, 0.5))
+    zeros = torch.zeros(DIMENSION, dtype=torch.float64)
+    spread = dist.TransformedDistribution(dist.InverseGamma(shape, scale), [PowerTransform(half)])
+    sigma = pyro.sample("noise_std", spread)
+    weights = pyro.sample("weights", dist.Normal(zeros, 2 * sigma).to_event(1))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(x @ weights, sigma), obs=y)
 
@@ -156,15 +153,6 @@ def ours(given: Problem, epsilon: float) -> Row:
     return judged(ranks, draws["weights"].std(0), given.sigma, seconds) | warned
 
 
-def their_regression(given: Problem, epsilon: float, seed: int, checkout: str, python: str) -> Row:
-    """Their posterior is normal in w and in log(exp(σ²) − 1)."""
-    truth = torch.cat([given.weights, given.sigma.square()[None]])
-    records = {"x": given.x, "y": given.y, "theta": truth}
-    mean, std, seconds = theirs(records, epsilon, seed, checkout, python)
-    truth = torch.cat([given.weights, given.sigma.square().expm1().log()[None]])
-    return judged(torch.special.ndtr((truth - mean) / std), std[:-1], given.sigma, seconds)
-
-
 def judged(ranks: Tensor, stds: Tensor, sigma: Tensor, seconds: float) -> Row:
     """Shares of parameters inside central intervals, widths, and processor time."""
     apart = (ranks - 0.5).abs()
@@ -179,7 +167,7 @@ def judged(ranks: Tensor, stds: Tensor, sigma: Tensor, seconds: float) -> Row:
 def run(checkout: str, python: str, method: str, epsilon: float, repeat: int) -> Row:
     given = problem(repeat)
     if method == "NA-DPVI":
-        return their_regression(given, epsilon, repeat, checkout, python)
+        return theirs(given, epsilon, repeat, checkout, python)
     return ours(given, epsilon)
 
 

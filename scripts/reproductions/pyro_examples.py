@@ -274,26 +274,21 @@ def with_privacy(example: Example, data: tuple[Tensor, ...]) -> Row:
 
 
 def figures(
-    kernel: Any,
-    data: tuple[Tensor, ...],
-    draws: int,
-    warmup: int = 0,
-    start: Values | None = None,
+    kernel: Any, data: tuple[Tensor, ...], draws: int, warmup: int = 0, start: Values | None = None
 ) -> tuple[MCMC, Row]:
     """Of one chain: moments, whether it was warned of, and seconds of the processor."""
     begin = time.process_time()
     runner = MCMC(
-        kernel,
-        num_samples=draws,
-        warmup_steps=warmup,
-        initial_params=start,
-        disable_progbar=True,
+        kernel, num_samples=draws, warmup_steps=warmup, initial_params=start, disable_progbar=True
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runner.run(*data)
+    seconds, draws = time.process_time() - begin, unconstrained(runner).double()
+    sizes = effective_sample_size(draws[None], 0, 1).clamp(max=len(draws))
+    found = {"mean": draws.mean(0).tolist(), "sd": draws.std(0).tolist(), "size": sizes.tolist()}
     warned = any("have not mixed" in str(w.message) for w in caught)
-    return runner, {**moments(runner), "warned": warned, "seconds": time.process_time() - begin}
+    return runner, {**found, "warned": warned, "seconds": seconds}
 
 
 def by_site(runner: MCMC) -> Values:
@@ -307,12 +302,6 @@ def by_site(runner: MCMC) -> Values:
 def unconstrained(runner: MCMC) -> Tensor:
     """The same as rows, the sites sorted by name."""
     return torch.cat([moved.reshape(len(moved), -1) for moved in by_site(runner).values()], 1)
-
-
-def moments(runner: MCMC) -> Row:
-    draws = unconstrained(runner).double()
-    sizes = effective_sample_size(draws[None], 0, 1).clamp(max=len(draws))
-    return {"mean": draws.mean(0).tolist(), "sd": draws.std(0).tolist(), "size": sizes.tolist()}
 
 
 def summary(runs: Sequence[Run]) -> list[Row]:
@@ -329,21 +318,15 @@ def summary(runs: Sequence[Run]) -> list[Row]:
         row["seconds"] = result["seconds"]
         reference = found.get((model, "NUTS"))
         if method != "NUTS" and reference is not None:
-            errors = [
-                (a - b) / (s if method == NOISE_AWARE else math.sqrt(s**2 / n + t**2 / m))
-                for a, b, s, t, n, m in zip(
-                    *(result["mean"], reference["mean"], result["sd"], reference["sd"]),
-                    *(result["size"], reference["size"]),
-                    strict=True,
-                )
-            ]
-            row["error"] = max(map(abs, errors))
-            row["in sds"] = max(
-                abs(a - b) / t
-                for a, b, t in zip(result["mean"], reference["mean"], reference["sd"], strict=True)
+            (mean, sd, size), (true_mean, true_sd, true_size) = (
+                torch.tensor([each[name] for name in ("mean", "sd", "size")])
+                for each in (result, reference)
             )
-            widths = [s / t for s, t in zip(result["sd"], reference["sd"], strict=True)]
-            row["narrowest"], row["widest"] = min(widths), max(widths)
+            chance = (sd**2 / size + true_sd**2 / true_size).sqrt()
+            apart = (mean - true_mean).abs()
+            row["error"] = float((apart / (sd if method == NOISE_AWARE else chance)).max())
+            row["in sds"] = float((apart / true_sd).max())
+            row["narrowest"], row["widest"] = map(float, (sd / true_sd).aminmax())
         rows.append(row)
     return rows
 

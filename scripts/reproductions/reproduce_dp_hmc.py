@@ -38,7 +38,7 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import MCMC
 from pyro.ops.stats import split_gelman_rubin
-from reproduction import Panel, Row, columns, digest, finish, grouped, having, parser_of
+from reproduction import Panel, Row, chain_of, columns, digest, finish, grouped, having, parser_of
 from torch import Tensor, nn
 
 import torch_dpbayes as dpb
@@ -52,12 +52,8 @@ BEND = 20.0
 # Their code names seeds. From those, with a later JAX whose gamma sampler was put back to that of
 # their release: the eigenvalues of the covariance, Gamma(1/2, 1) draws, and how many standard
 # errors the means of the data lie from the truth, which says where on the banana the posterior is
-# fmt: off
-EIGENVALUES = (
-    0.012671, 0.034694, 0.049567, 0.105331, 0.326650, 0.371894, 0.527502, 0.834815, 0.884533,
-    4.774419,
-)
-# fmt: on
+EIGENVALUES = (0.012671, 0.034694, 0.049567, 0.105331, 0.326650, 0.371894, 0.527502)
+EIGENVALUES += (0.834815, 0.884533, 4.774419)
 VARIANCES = {"banana": (2000.0, 2500.0), "Gaussian": EIGENVALUES}
 OFFSETS = {
     "banana": (0.943, -0.418),
@@ -266,22 +262,15 @@ def langevin_chain(
     iterations: int,
 ) -> Tensor:
     theta, optimizer = langevin(problem, algorithm, accountant, start)
-    chain = torch.full((iterations, len(start)), math.nan, dtype=torch.float64)
     draw = np.random.default_rng()
-    try:
-        for position in chain:
-            # a Poisson sample
-            rows = draw.choice(
-                NUM_DATA, draw.binomial(NUM_DATA, BATCH / NUM_DATA), replace=False, shuffle=False
-            )
-            theta.grad_sample = problem.gradients(
-                theta.detach(), torch.from_numpy(rows % len(problem.data))
-            )  # type: ignore[attr-defined]
-            optimizer.step()
-            position.copy_(theta.detach())
-    except FloatingPointError:
-        pass  # the rest stays NaN
-    return chain
+
+    def gradients(theta: Tensor) -> Tensor:
+        """Of a Poisson sample."""
+        size = draw.binomial(NUM_DATA, BATCH / NUM_DATA)
+        rows = draw.choice(NUM_DATA, size, replace=False, shuffle=False)
+        return problem.gradients(theta, torch.from_numpy(rows % len(problem.data)))
+
+    return chain_of(theta, optimizer, gradients, iterations)
 
 
 # -- what it costs ---------------------------------------------------------------------------------
@@ -306,20 +295,14 @@ def iterations(model: str, algorithm: str, epsilon: float, reuse: bool = True) -
             accountant.compose(gradient, CHAINS)
         each = SelfComposedDpEvent(gradient, steps if reuse else steps + 1)
         return int(accountant.remaining(ComposedDpEvent([ratio, each]))) // CHAINS
-    multiplier = langevin_noise(model, algorithm)
+    start = torch.zeros(2, dtype=torch.float64)
+    _, optimizer = langevin(Problem(model, 0, 2), algorithm, None, start)
+    multiplier: float = optimizer.effective_noise_multiplier  # type: ignore[attr-defined]
     # half the noise, in a formula that has the factor 2 of the replace-one relation already
     if "published" in algorithm:
         multiplier /= 2
     rate = BATCH / NUM_DATA
     return dpb.get_num_steps(noise_multiplier=multiplier, sample_rate=rate, **target) // CHAINS
-
-
-def langevin_noise(model: str, algorithm: str) -> float:
-    """z of the gradient samplers."""
-    _, optimizer = langevin(
-        Problem(model, 0, 2), algorithm, None, torch.zeros(2, dtype=torch.float64)
-    )
-    return optimizer.effective_noise_multiplier  # type: ignore[attr-defined]
 
 
 def accounting(epsilons: Sequence[float]) -> list[Row]:
@@ -444,21 +427,16 @@ def half_the_variance(theirs: bool, steps: int) -> Row:
         max_grad_norm=1e6,
         prior_std=math.inf,
     )
-    squares = []
-    for step in range(steps):
-        theta.grad_sample = theta.detach().expand(BATCH, size)  # type: ignore[attr-defined]
-        optimizer.step()
-        if step >= steps // 2 and step % 50 == 0:
-            squares.append(float(theta.detach().square().mean()) * BATCH)
-    return {"variance ratio": statistics.fmean(squares), "exact": temperature / (1 - lr / 2)}
+    chain = chain_of(theta, optimizer, lambda theta: theta.expand(BATCH, size), steps)
+    ratio = float(chain[steps // 2 :: 50].square().mean()) * BATCH
+    return {"variance ratio": ratio, "exact": temperature / (1 - lr / 2)}
 
 
 FIGURES: dict[str, Any] = {"1": figure_1, "variance": half_the_variance}
 
 
 def run(figure: str, settings: str, **arguments: Any) -> Row:
-    found: Row = FIGURES[figure](**arguments)
-    return found
+    return FIGURES[figure](**arguments)
 
 
 def jobs(

@@ -69,8 +69,7 @@ OWNERS = (1, 2, 3, 5, 10)
 
 def prior() -> Tensor:
     shape = torch.tensor(PRIOR, dtype=torch.float64)
-    value: Tensor = pyro.sample("chance", dist.Beta(shape, shape))
-    return value
+    return pyro.sample("chance", dist.Beta(shape, shape))
 
 
 def tosses(x: Tensor) -> None:
@@ -97,8 +96,7 @@ def log_odds(chance: Array) -> Array:
 def log_posterior(odds: Array, num_data: int) -> Array:
     """In the space of log odds, up to a constant."""
     heads = round(HEADS * num_data)
-    found: Array = (PRIOR + heads) * odds - (2 * PRIOR + num_data) * np.logaddexp(0, odds)
-    return found
+    return (PRIOR + heads) * odds - (2 * PRIOR + num_data) * np.logaddexp(0, odds)
 
 
 def on_grid(num_data: int, points: int = 801) -> tuple[Array, Array]:
@@ -152,10 +150,9 @@ def accepted(ratio: Array, std: Array) -> Array:
     """E min(1, e^(r + sξ − s²/2)) = Φ(r/s − s/2) + e^r Φ(−r/s − s/2) for the log posterior
     ratio r and noise of standard deviation s.
     """
-    found: Array = np.exp(log_ndtr(ratio / std - std / 2)) + np.exp(
+    return np.exp(log_ndtr(ratio / std - std / 2)) + np.exp(
         ratio + log_ndtr(-ratio / std - std / 2)
     )
-    return found
 
 
 def expected(num_data: int, sigma: float, scale: float) -> tuple[float, float]:
@@ -279,14 +276,7 @@ def run_chain(kernel: str, records: int, power: float, chains: int) -> Row:
     return row | {"epsilon": accountant.get_epsilon(DELTA)}
 
 
-run = one_of(
-    {
-        "affordable": run_affordable,
-        "owners": run_owners,
-        "acceptance": run_acceptance,
-        "chain": run_chain,
-    }
-)
+run = one_of(run_affordable, run_owners, run_acceptance, run_chain)
 SCALES = (0.1, 1.0)  # of the proposals, in posterior standard deviations
 
 
@@ -320,14 +310,12 @@ TABLES = {
 
 
 def tables(rows: list[Row]) -> Mapping[str, Sequence[Row]]:
-    hidden = ("what", "settings", "chains", "length", "power")
     found = {}
     for what, caption in TABLES.items():
-        shown = hidden[:-1] if what == "affordable" else hidden
-        found[caption] = [
-            {name: value for name, value in row.items() if name not in shown}
-            for row in having(rows, what=what)
-        ]
+        hidden = ["what", "settings", "chains", "length"]
+        hidden += [] if what == "affordable" else ["power"]
+        some = having(rows, what=what)
+        found[caption] = [{k: v for k, v in row.items() if k not in hidden} for row in some]
     return found
 
 

@@ -20,6 +20,7 @@ to 25 posterior standard deviations away from the start. Replacing a record move
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -217,18 +218,13 @@ def run_needed(sampler: str, goal: float, order: float, dimension: int, grid: in
     best = NEVER, math.nan
     for step_size in np.geomspace(1e-6, 1, grid) * largest_step(sampler):
 
-        def near(steps: int, step_size: float = float(step_size)) -> bool:
+        def near(steps: int | None, step_size: float = float(step_size)) -> bool:
             return max(divergences(sampler, step_size, steps, order, dimension)) <= goal
 
-        if max(divergences(sampler, step_size, None, order, dimension)) > goal:
+        if not near(None):
             break
-        low, high = 0, 1
-        while high < best[0] and not near(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if near(middle) else (middle, high)
-        best = min(best, (high, float(step_size)))
+        needed = 1 + bisect_left(range(1, best[0]), True, key=near)
+        best = min(best, (needed, float(step_size)))
     return {"steps": best[0], "best step size": best[1]}
 
 
@@ -251,14 +247,7 @@ def run_certificate(step_size: float, steps: int) -> Row:
     return {"stated / exact": (stated / exact_mu("overdamped", step_size, steps)) ** 2}
 
 
-run = one_of(
-    {
-        "privacy": run_privacy,
-        "certificate": run_certificate,
-        "bias": run_bias,
-        "needed": run_needed,
-    }
-)
+run = one_of(run_privacy, run_certificate, run_bias, run_needed)
 ORDER = 8.0
 BIAS_ORDERS = (2.0, 32.0)
 PRIVACY_STEPS = {"overdamped": (2e-4, 2e-3, 1e-2, 5e-2), "underdamped": (2e-3, 2e-2, 1e-1, 5e-1)}

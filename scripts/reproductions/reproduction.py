@@ -17,11 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,13 +103,30 @@ def digest(**settings: Any) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
 
 
-def one_of(functions: Mapping[str, Callable[..., Row]]) -> Callable[..., Row]:
-    """A run of the function that ``what`` names; ``settings`` tell runs apart only."""
+def one_of(*functions: Callable[..., Row]) -> Callable[..., Row]:
+    """A run of the function run_WHAT, by ``what``; ``settings`` tell runs apart only."""
+    named = {function.__name__: function for function in functions}
 
     def run(what: str, settings: str, **arguments: Any) -> Row:
-        return functions[what](**arguments)
+        return named[f"run_{what}"](**arguments)
 
     return run
+
+
+def chain_of(
+    theta: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
+    gradients: Callable[[Tensor], Tensor],
+    steps: int,
+) -> Tensor:
+    """The states of a private chain on these per-record gradients; NaN once it has diverged."""
+    chain = torch.full((steps, len(theta)), math.nan, dtype=torch.float64)
+    with suppress(FloatingPointError):
+        for state in chain:
+            theta.grad_sample = gradients(theta.detach())  # type: ignore[attr-defined]
+            optimizer.step()
+            state.copy_(theta.detach())
+    return chain
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import attr
@@ -15,7 +16,7 @@ import torch
 from dp_accounting import privacy_accountant_test
 from dp_accounting.pld import pld_privacy_accountant, pld_privacy_accountant_test
 from support.dp_accounting_adapter import DpAccountingAdapter
-from support.ledgers import WHERE, made, sampled
+from support.ledgers import DELTA, STEP, WHERE, made, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, events
 from torch_dpbayes.accounting.__main__ import main
@@ -26,10 +27,8 @@ from torch_dpbayes.accounting.mechanisms import DiscreteGaussianDpEvent
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.errors import ArgumentError
 
-DELTA = 1e-5
 RELATIONS = ("add_or_remove_one", "replace_one")
 OF_ADDED_RECORDS = {"MixtureOfGaussiansDpEvent"}  # refused where records are replaced
-STEP = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
 
 EXAMPLES = {
     type(event).__name__: event
@@ -222,10 +221,7 @@ def test_serves_as_opacus_accountant():
         optimizer.zero_grad()
         (module(x) - y).square().mean().backward()
         optimizer.step()
-    assert accountant.history[0][:2] == (
-        events.PoissonSampledDpEvent(0.25, events.GaussianDpEvent(1.0)),
-        4,
-    )
+    assert accountant.history[0][:2] == (sampled(1.0, 0.25), 4)
     assert engine.get_epsilon(DELTA) == accountant.get_epsilon()
     assert accountant.notes == ("Poisson sampling asserted by the caller",)
     assert "rests on    Poisson sampling asserted by the caller" in accountant.summary()
@@ -240,35 +236,21 @@ def test_serves_as_opacus_accountant():
 
 
 def test_opacus_accumulated_batches_are_refused():
-    class Optimizer:
-        noise_multiplier = 1.0
-        accumulated_iterations = 2
-
-    class Adaptive(Optimizer):
-        """Its noisy count of clipped records is a release that the hook does not see."""
-
-        accumulated_iterations = 1
-
-        def __init__(self):
-            self.unclipped_num_std = 2.0
-
-    class AdaptiveGhost(Optimizer):
-        accumulated_iterations = 1
-
-        def __init__(self):
-            self._adjusted_noise_multiplier = 2.0
-
+    """Nor adaptive clipping: its noisy count of clipped records is a release that the hook does not
+    see.
+    """
     accountant = PrivacyAccountant()
-    for kind, why in (
-        (Optimizer, "BatchMemoryManager"),
-        (Adaptive, "adaptive clipping"),
-        (AdaptiveGhost, "adaptive clipping"),
+    for own, why in (
+        ({"accumulated_iterations": 2}, "BatchMemoryManager"),
+        ({"unclipped_num_std": 2.0}, "adaptive clipping"),
+        ({"_adjusted_noise_multiplier": 2.0}, "adaptive clipping"),
     ):
-        kind.params = [torch.nn.Parameter(torch.zeros(2))]
-        kind.params[0].grad = torch.ones(2)
+        p = torch.nn.Parameter(torch.zeros(2))
+        p.grad = torch.ones(2)
+        own = {"params": [p], "noise_multiplier": 1.0, "accumulated_iterations": 1, **own}
         with pytest.raises(RuntimeError, match=why):
-            accountant.get_optimizer_hook_fn(0.1)(kind())
-        assert kind.params[0].grad is None  # Opacus put the noisy sum there before
+            accountant.get_optimizer_hook_fn(0.1)(SimpleNamespace(**own))
+        assert p.grad is None  # Opacus put the noisy sum there before
     assert len(accountant) == 0
 
 
@@ -381,9 +363,8 @@ def test_a_file_keeps_them_for_all_jobs(path, capsys):
         other = PrivacyAccountant(path=path)
         other.note(SECOND)
         other.note(FIRST)
-        assert (
-            accountant.notes == other.notes == PrivacyAccountant(path=path).notes == (FIRST, SECOND)
-        )
+        for each in (accountant, other, PrivacyAccountant(path=path)):
+            assert each.notes == (FIRST, SECOND)
     before = path.read_bytes()
     assert main([str(path)]) == 0
     said = capsys.readouterr().out

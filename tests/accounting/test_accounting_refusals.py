@@ -7,6 +7,7 @@ from functools import partial
 import dp_accounting as dpa
 import pytest
 from dp_accounting import dp_event as upstream
+from support.ledgers import DELTA, STEP, sampled
 from support.steps import bare, zeros
 from support.training import made_private
 from torch import nn
@@ -29,8 +30,6 @@ from torch_dpbayes.optim.sgfs import FisherSum
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
-DELTA = 1e-5
-STEP = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
 JOINT = events.ComposedDpEvent([events.GaussianDpEvent(1.0), events.PureDpEvent(1.0)])
 ADD, REPLACE = "add_or_remove_one", "replace_one"
 TARGET = {"target_epsilon": 1.0, "target_delta": DELTA}
@@ -112,24 +111,19 @@ def test_statements_that_say_nothing(statement):
 ABSURD = 1e51
 OUT_OF_RANGE = [
     *map(events.GaussianDpEvent, (-1.0, math.nan, math.inf, ABSURD, 1e-60)),
-    events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(ABSURD)),
+    *(sampled(*given) for given in ((ABSURD,), (1.0, 1.5), (1.0, -0.1))),
     events.SampledWithoutReplacementDpEvent(100, 1, events.GaussianDpEvent(ABSURD)),
     events.UnspecifiedBatchGaussianDpEvent(ABSURD),
     events.ShuffledEpochDpEvent(ABSURD),
     events.MuGaussianDpEvent(ABSURD),
-    events.PureDpEvent(ABSURD),
+    *map(events.PureDpEvent, (ABSURD, -1.0)),
     events.BoundedRangeDpEvent(1.7e308),
-    events.ZCDpEvent(ABSURD, 0.0),
-    events.ZCDpEvent(0.1, ABSURD),
-    events.PoissonSampledDpEvent(1.5, events.GaussianDpEvent(1.0)),
-    events.PoissonSampledDpEvent(-0.1, events.GaussianDpEvent(1.0)),
+    *(events.ZCDpEvent(*given) for given in ((ABSURD, 0.0), (0.1, ABSURD), (math.nan,))),
     events.PoissonSampledDpEvent(1.1, events.PureDpEvent(1.0)),
     events.PoissonSampledDpEvent(0.1, events.FailureDpEvent(1.0)),
     events.SampledWithoutReplacementDpEvent(10, 11, events.GaussianDpEvent(1.0)),
     events.SelfComposedDpEvent(STEP, -1),
-    events.PureDpEvent(-1.0),
     *map(events.FailureDpEvent, (0.0, 1.0, -1e-6, math.nan)),
-    events.ZCDpEvent(math.nan),
     RandomAllocationDpEvent(0, events.GaussianDpEvent(1.0)),
     upstream.TruncatedSubsampledGaussianDpEvent(9, 1.1, 3, 1.0),
     upstream.MixtureOfGaussiansDpEvent(1.0, [1.0, 2.0], [0.5, 0.4]),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_compositions import in_worse_direction, of_poisson
 from support.examples import examples
+from support.ledgers import DELTA, STEP, sampled
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -32,8 +33,6 @@ from torch_dpbayes.accounting.dominating_pairs import (
     uncovered,
 )
 from torch_dpbayes.accounting.gdp import gaussian_delta
-
-DELTA = 1e-5
 
 
 def used_up(limits, pairs):
@@ -111,7 +110,7 @@ def test_what_is_accepted_is_what_a_reference_accepts(settings, epsilon, random)
 def test_what_remains_is_what_is_admitted(epsilon, delta, rate, noise):
     """Up to five more than 20,000 to 100,000 were, on a finer grid than that of the bound."""
     accountant = PrivacyAccountant(epsilon, delta)
-    step = events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(noise))
+    step = sampled(noise, rate)
     accountant.compose(step, accountant.remaining(step) - 2)
     for left in (2, 1):
         assert accountant.remaining(step) == left
@@ -136,8 +135,8 @@ def test_many_different_releases_use_a_budget_up(monkeypatch):
 def test_two_events_in_turn(method, monkeypatch):
     """Few compositions, to the last that fits."""
     asked = []
-    bound = (bounds if method == "pld" else renyi).upper_epsilon
     module = bounds if method == "pld" else renyi
+    bound = module.upper_epsilon
     monkeypatch.setattr(module, "upper_epsilon", lambda *a: asked.append(1) or bound(*a))
     both = [Sampled("directed", 0.01, 1.0), Sampled("directed", 0.02, 1.3)]
     limits = Budget(2.0, DELTA, method)
@@ -297,7 +296,6 @@ def test_close_to_the_filter_on_runs_that_were_not_adaptive(pair):
 
 
 def test_the_accountant_shows_it():
-    step = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
     free = PrivacyAccountant()
     assert free.odometer(1e-5) == 0.0
     with pytest.raises(ValueError, match="so delta is missing"):
@@ -305,8 +303,8 @@ def test_the_accountant_shows_it():
     bound = PrivacyAccountant(3.0, 1e-5)
     shown = []
     for _ in range(5):
-        free.compose(step, 50)
-        bound.compose(step, 50, adaptive=True)
+        free.compose(STEP, 50)
+        bound.compose(STEP, 50, adaptive=True)
         shown.append(free.odometer(1e-5))
     assert shown == sorted(shown) and shown[0] < shown[-1]
     assert bound.odometer() == pytest.approx(shown[-1], rel=0.1)

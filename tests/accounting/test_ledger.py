@@ -121,22 +121,15 @@ def test_remaining_is_exact(where, method, relation, event, path):
     assert beyond.compose(event).get_epsilon(DELTA) > 2.5 * (1 - 1e-6)
 
 
+FOUR_KINDS = [STEP, events.GaussianDpEvent(300.0)]
+FOUR_KINDS += [events.PureDpEvent(1e-4), events.BoundedRangeDpEvent(1e-4)]
+SCHEDULE = [sampled(2 + math.sin(t / 50)) for t in range(600)]
+
+
 @pytest.mark.parametrize(
     ("turns", "most_commits"),
-    [
-        pytest.param([STEP], 12, id="one event"),
-        pytest.param(
-            [
-                STEP,
-                events.GaussianDpEvent(300.0),
-                events.PureDpEvent(1e-4),
-                events.BoundedRangeDpEvent(1e-4),
-            ],
-            100,
-            id="four kinds",
-        ),
-        pytest.param([sampled(2 + math.sin(t / 50)) for t in range(600)], 60, id="schedule"),
-    ],
+    [([STEP], 12), (FOUR_KINDS, 100), (SCHEDULE, 60)],
+    ids=["one event", "four kinds", "schedule"],
 )
 def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_commits, monkeypatch):
     """Counted in the file at every step; a commit is rare all the same, and nothing is composed."""

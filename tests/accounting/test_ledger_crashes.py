@@ -13,7 +13,7 @@ import time
 
 import pytest
 from support.children import in_child
-from support.ledgers import DELTA, STEP, counted, sampled
+from support.ledgers import DELTA, STEP, counted, edited, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, ledger, session
 from torch_dpbayes.accounting.accountant import look_at
@@ -297,10 +297,7 @@ def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
 
 
 def test_what_is_no_ledger_is_refused(path, tmp_path):
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE mine (x)")
-    connection.commit()
-    connection.close()
+    edited(path, "CREATE TABLE mine (x)")
     content = path.read_bytes()
     for name in (path, tmp_path, tmp_path / "none" / "budget.db"):
         with pytest.raises(LedgerError):

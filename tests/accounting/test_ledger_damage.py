@@ -5,11 +5,10 @@ import os
 import random
 import resource
 import shutil
-import sqlite3
 
 import pytest
 from support.children import in_child
-from support.ledgers import DELTA, STEP, counted, sampled
+from support.ledgers import DELTA, STEP, counted, edited, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, ledger
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -111,14 +110,6 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
         for leftover in tmp_path.glob(f"{k}.db*"):
             leftover.unlink()
     assert errors > times / 30  # about half of them are
-
-
-def edited(path, *statements):
-    connection = sqlite3.connect(path)
-    for statement in statements:
-        connection.execute(statement)
-    connection.commit()
-    connection.close()
 
 
 EDITS = [

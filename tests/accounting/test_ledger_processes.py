@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -16,17 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.children import in_child
-from support.ledgers import (
-    DELTA,
-    STEP,
-    WHERE,
-    counted,
-    counts_of,
-    forks,
-    later_job,
-    made,
-    sampled,
-)
+from support.ledgers import DELTA, STEP, WHERE, counted, counts_of, forks, later_job, made, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, ledger, renyi
 from torch_dpbayes.accounting.accountant import look_at
@@ -90,14 +81,8 @@ def test_no_charge_is_lost_and_no_budget_passed(path, number, steps, budget, how
 
 def test_threads_share_one_accountant(path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    threads = [
-        threading.Thread(target=lambda: [accountant.compose(STEP) for _ in range(200)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: [accountant.compose(STEP) for _ in range(200)], range(4)))
     accountant.close()
     assert counted(path) == len(accountant) == 800
 

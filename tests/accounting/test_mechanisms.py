@@ -7,16 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from dp_accounting.dp_event import (
-    ComposedDpEvent,
-    DiscreteLaplaceDpEvent,
-    LaplaceDpEvent,
-    MixtureOfGaussiansDpEvent,
-    NonPrivateDpEvent,
-    PoissonSampledDpEvent,
-    RandomizedResponseDpEvent,
-    TruncatedSubsampledGaussianDpEvent,
-)
+from dp_accounting import dp_event as upstream
 from scipy import special, stats
 
 from torch_dpbayes.accounting import PrivacyAccountant, events
@@ -39,7 +30,8 @@ def between(low, high):
 
 def test_sampled_laplace_noise_that_is_large_takes_little_memory(rate=0.5, scale=1e4):
     tracemalloc.start()
-    accountant = PrivacyAccountant().compose(PoissonSampledDpEvent(rate, LaplaceDpEvent(scale)))
+    event = upstream.PoissonSampledDpEvent(rate, upstream.LaplaceDpEvent(scale))
+    accountant = PrivacyAccountant().compose(event)
     found, bound = accountant.get_epsilon(1e-15), math.log1p(rate * math.expm1(1 / scale))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -48,24 +40,24 @@ def test_sampled_laplace_noise_that_is_large_takes_little_memory(rate=0.5, scale
 
 def test_events_that_are_others():
     epsilon, delta = between(0.01, 3), between(1e-9, 1e-3)
-    both = ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)])
+    both = upstream.ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)])
     same = [
         (EpsilonDeltaDpEvent(epsilon, delta), both),
         (EpsilonDeltaDpEvent(epsilon, 0.0), events.PureDpEvent(epsilon)),
         (ExponentialMechanismDpEvent(epsilon), events.BoundedRangeDpEvent(epsilon)),
         (PermuteAndFlipDpEvent(epsilon), events.PureDpEvent(epsilon)),
-        (RandomizedResponseDpEvent(0.0, 3), NonPrivateDpEvent()),
+        (upstream.RandomizedResponseDpEvent(0.0, 3), upstream.NonPrivateDpEvent()),
     ]
     for one, other in same:
         assert list(events.elementary(one, 3)) == list(events.elementary(other, 3))
-    for nothing in (RandomizedResponseDpEvent(1.0, 3), RandomizedResponseDpEvent(0.1, 1)):
-        assert list(events.elementary(nothing)) == []
-    assert list(events.elementary(MixtureOfGaussiansDpEvent(1.0, [0.0], [1.0]))) == []
+    for p, buckets in ((1.0, 3), (0.1, 1)):
+        assert list(events.elementary(upstream.RandomizedResponseDpEvent(p, buckets))) == []
+    assert list(events.elementary(upstream.MixtureOfGaussiansDpEvent(1.0, [0.0], [1.0]))) == []
 
 
 def test_a_replaced_record_moves_an_answer_twice_as_far():
     costs = [
-        PrivacyAccountant(neighboring=relation).compose(DiscreteLaplaceDpEvent(0.3, moved))
+        PrivacyAccountant(neighboring=relation).compose(upstream.DiscreteLaplaceDpEvent(0.3, moved))
         for relation, moved in ((REPLACE, 2), (ADD, 4))
     ]
     assert costs[0].get_epsilon(DELTA) == costs[1].get_epsilon(DELTA) > 0
@@ -77,7 +69,7 @@ def test_poisson_batches_amplify_what_is_known_by_epsilon_and_delta(rate, epsilo
     """Against randomised response with a failure, sampled: its four outputs are enumerated."""
     release = EpsilonDeltaDpEvent(epsilon, delta)
     accountant = PrivacyAccountant()
-    accountant.compose(PoissonSampledDpEvent(rate, release))
+    accountant.compose(upstream.PoissonSampledDpEvent(rate, release))
     with_it = np.array([delta, (1 - delta) * special.expit(epsilon), 0.0, 0.0])
     with_it[2] = 1 - with_it.sum()
     without = np.array([0.0, with_it[2], with_it[1], delta])
@@ -114,7 +106,7 @@ def density(law, x, noise):
 def test_small_batches_are_covered(neighboring, size, most):
     """Every batch of up to six records is listed; contributions are the extreme ones and any."""
     rate, noise = random.uniform(0.05, 0.9), random.uniform(0.4, 3.0)
-    event = TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
+    event = upstream.TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
     pair = dominating_pair(event, neighboring)
     both = [compose({pair: 1}, reverse, delta=1e-3) for reverse in directions({pair: 1})]
     found = both[0]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ledgers import DELTA, STEP
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -20,8 +21,6 @@ from torch_dpbayes.accounting.bounds import lower_epsilon
 from torch_dpbayes.accounting.dominating_pairs import Failure, Pure, Sampled
 from torch_dpbayes.accounting.privacy_loss import failing
 from torch_dpbayes.errors import ArgumentError
-
-DELTA = 1e-5
 
 # (kind, z, q, steps, epsilon, half a unit of its last digit), dp_accounting's PLD extrapolated in
 # the discretisation
@@ -56,9 +55,6 @@ def test_groups_of_close_releases_stand_for_them(monkeypatch):
 
 
 # --- releases that fail outright with some probability --------------------------------------------
-
-
-STEP = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
 
 
 def pair_of(epsilon, delta):

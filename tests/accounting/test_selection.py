@@ -9,17 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 from support.examples import examples
+from support.ledgers import sampled
 
 from torch_dpbayes import PrivacyAccountant
-from torch_dpbayes.accounting import bounds
+from torch_dpbayes.accounting import bounds, events
 from torch_dpbayes.accounting.dominating_pairs import Gaussian
-from torch_dpbayes.accounting.events import (
-    GaussianDpEvent,
-    MuGaussianDpEvent,
-    PoissonSampledDpEvent,
-    PureDpEvent,
-    UserLevelDpEvent,
-)
 from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon, selection_event
 
 shapes = st.one_of(st.sampled_from([1.0, 0.0]), st.floats(-0.6, -0.01), st.floats(0.01, 1.0))
@@ -83,7 +77,7 @@ def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, lo
     q = np.array([math.prod(1 - right if bit else right for bit in o) for o in order])
     f = generating(repetitions)
     best_p, best_q = (np.diff(f(np.append(0.0, np.cumsum(m))), prepend=0.0)[1:] for m in (p, q))
-    schedule = [(PureDpEvent(epsilon), count)]
+    schedule = [(events.PureDpEvent(epsilon), count)]
     found = selection_epsilon(schedule, repetitions, delta)
     for one, other in ((best_p, best_q), (best_q, best_p)):
         assert np.maximum(one - math.exp(found) * other, 0).sum() <= delta
@@ -97,12 +91,12 @@ def test_the_price_of_a_gaussian_is_that_of_its_trade_off_curve():
     rate = stats.norm.cdf(stats.norm.ppf(u) + mu)
     c = 1.5 * np.log((gamma + (1 - gamma) * rate) / (gamma + (1 - gamma) * u)).max()
     truth = c + bounds.upper_epsilon({Gaussian(mu): 1}, delta / 20.0)
-    found = selection_epsilon([(MuGaussianDpEvent(mu), 1)], repetitions, delta)
+    found = selection_epsilon([(events.MuGaussianDpEvent(mu), 1)], repetitions, delta)
     assert truth * (1 - 1e-6) <= found <= truth * 1.001
 
 
 def test_what_is_charged():
-    step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
+    step = sampled(1.0, 0.02)
     repetitions = Repetitions(10.0)
     epsilon = selection_epsilon([(step, 300)], repetitions, 1e-6)
     accountant = PrivacyAccountant(2 * epsilon, 1e-5)
@@ -117,8 +111,8 @@ def test_what_is_charged():
 
 def test_a_selection_of_people_is_about_people():
     """A user's guarantee is none for one of their records under add_or_remove_one."""
-    run, repetitions = GaussianDpEvent(4.0), Repetitions(3.0)
-    event = selection_event([(UserLevelDpEvent(run), 2)], repetitions, 1e-6, RELATION)
+    run, repetitions = events.GaussianDpEvent(4.0), Repetitions(3.0)
+    event = selection_event([(events.UserLevelDpEvent(run), 2)], repetitions, 1e-6, RELATION)
     with pytest.raises(ValueError, match="protects records"):
         PrivacyAccountant().compose(event)
     users = PrivacyAccountant(unit="user").compose(event)
@@ -126,4 +120,4 @@ def test_a_selection_of_people_is_about_people():
     records = PrivacyAccountant().compose(event)
     assert users.get_epsilon(1e-6) == records.get_epsilon(1e-6)
     with pytest.raises(ValueError, match="users or records"):
-        selection_event([(UserLevelDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)
+        selection_event([(events.UserLevelDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)

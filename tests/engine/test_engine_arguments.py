@@ -241,8 +241,7 @@ OTHERS = [named("head"), named(), named(buffer=3), {}, "no checkpoint"]
 
 
 @pytest.mark.parametrize(
-    ("own", "other"),
-    [*((named(buffer=2), other) for other in OTHERS), (named(), named(buffer=2))],
+    ("own", "other"), [*((named(buffer=2), other) for other in OTHERS), (named(), named(buffer=2))]
 )
 def test_another_network_is_refused_before_charges_are_taken_over(tmp_path, own, other):
     """Or what is no checkpoint."""

@@ -185,7 +185,7 @@ def test_non_centred_coordinates_have_the_law_of_the_prior():
     frame = NonCentred(latents.prior, latents.median, told)
     own = frame.prior
     assert [name for name in own.transforms if "decentered" in name] == [
-        *("effect_decentered", "heavy_decentered", "mean_decentered", "rate_base_decentered"),
+        *("effect_decentered", "heavy_decentered", "mean_decentered", "rate_base_decentered")
     ]
     theta, _ = frame(own.samples(200))
     for k, moved in enumerate(latents.draws.T):

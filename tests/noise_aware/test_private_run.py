@@ -110,9 +110,7 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
         lambda self, size, *, dtype, device, hides=(): torch.ones(size, dtype=dtype),
     )
     monkeypatch.setattr(
-        Latents,
-        "sample",
-        lambda self, count: torch.randn(count, self.prior.dimension),
+        Latents, "sample", lambda self, count: torch.randn(count, self.prior.dimension)
     )
     paths = []
     for seed in (1, 2):

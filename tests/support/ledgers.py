@@ -44,6 +44,15 @@ def counted(path):
         connection.close()
 
 
+def edited(path, *statements):
+    """The database after these statements."""
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 

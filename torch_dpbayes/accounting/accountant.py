@@ -235,9 +235,8 @@ class PrivacyAccountant:
 
     def get_delta(self, epsilon: float) -> float:
         """An upper bound on delta at ``epsilon`` >= 0, for everything charged so far."""
-        epsilon = events.real(epsilon, "epsilon")
-        if not 0 <= epsilon < math.inf:
-            raise ArgumentError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
+        rule = "be finite and at least 0"
+        epsilon = events.within(epsilon, "epsilon", lambda e: 0 <= e < math.inf, rule)
         return self._turns.read(lambda history: history.delta(epsilon))
 
     def risk(

@@ -322,11 +322,7 @@ def delta_by_cut(
 
 
 def _cut(
-    alone: Mapping[Pair, int],
-    delta: float,
-    epsilon: float,
-    reverse: bool,
-    mixed: Mixtures | None,
+    alone: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool, mixed: Mixtures | None
 ) -> Callable[[float], float] | None:
     """An upper bound on delta at each epsilon, tight near these two; ``None`` if no cut fits."""
     levels: dict[Pair, Any] = dict(alone)

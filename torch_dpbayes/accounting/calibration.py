@@ -40,13 +40,10 @@ def noise_multiplier_for(
 
     Args:
         make_event: a function from a noise multiplier to the event of one step.
-        target_epsilon: the epsilon of ``history`` and all steps together.
-        target_delta: its delta.
-        steps: the planned number of steps.
-        neighboring: the accountant's relation, as in :class:`PrivacyAccountant`.
-        history: earlier charges: ``accountant.history``, or pairs (event, count).
         method: the accountant's method. ``"rdp"`` reports a larger epsilon, and needs a little more
             noise.
+
+    The others are those of :func:`get_noise_multiplier`.
 
     Returns:
         z, at most 0.05 percent above the smallest possible value.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import singledispatch
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -63,29 +63,29 @@ def neighboring_relation(value: Any) -> Neighboring:
     relation. "zero_out" (``REPLACE_SPECIAL``): the record stays in its batch, but contributes 0.
     """
     word = _RELATIONS[value] if isinstance(value, NeighboringRelation) else value
-    found: Neighboring = one_of(word, Neighboring, "neighboring")
-    return found
+    return one_of(word, Neighboring, "neighboring")
+
+
+def within(
+    value: Any, what: str, is_right: Callable[[float], bool], rule: str, advice: str = ""
+) -> float:
+    """``value`` as a ``float``; raises unless it ``is_right``."""
+    number = real(value, what)
+    if not is_right(number):
+        raise ArgumentError(f"{what} must {rule}, got {value!r}.{advice}")
+    return number
 
 
 def check_epsilon(epsilon: Any) -> float:
     """``epsilon`` as a positive finite ``float``."""
-    value = real(epsilon, "epsilon")
-    if not 0 < value < math.inf:
-        raise ArgumentError(
-            f"epsilon must be positive and finite, got {epsilon!r}. For no limit write"
-            " epsilon=None."
-        )
-    return value
+    advice = " For no limit write epsilon=None."
+    return within(epsilon, "epsilon", lambda e: 0 < e < math.inf, "be positive and finite", advice)
 
 
 def check_delta(delta: Any) -> float:
     """``delta`` as a ``float`` in [1e-30, 1)."""
-    value = real(delta, "delta")
-    if not 0 < value < 1:
-        raise ArgumentError(
-            f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of"
-            " records."
-        )
+    advice = " A common choice is below 1 / number of records."
+    value = within(delta, "delta", lambda d: 0 < d < 1, "lie in (0, 1)", advice)
     if value < SMALLEST_DELTA:
         raise ArgumentError(
             f"delta = {value:g} is below {SMALLEST_DELTA:g}, the smallest value at which bounds"
@@ -96,10 +96,7 @@ def check_delta(delta: Any) -> float:
 
 def check_probability(value: Any, what: str) -> float:
     """``value`` as a ``float`` in (0, 1)."""
-    number = real(value, what)
-    if not 0 < number < 1:
-        raise ArgumentError(f"{what} must lie between 0 and 1, both excluded, got {value!r}.")
-    return number
+    return within(value, what, lambda p: 0 < p < 1, "lie between 0 and 1, both excluded")
 
 
 def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
@@ -130,13 +127,8 @@ def noise_event(multiplier: float) -> DpEvent:
 
 def sampling_rate(value: Any, what: str = "sample_rate") -> float:
     """``value`` as a ``float`` in (0, 1]."""
-    rate = real(value, what)
-    if not 0 < rate <= 1:
-        raise ArgumentError(
-            f"{what} must lie in (0, 1] (it is expected batch size / number of records, both"
-            f" public), got {value!r}."
-        )
-    return rate
+    rule = "lie in (0, 1] (it is expected batch size / number of records, both public)"
+    return within(value, what, lambda rate: 0 < rate <= 1, rule)
 
 
 def positive_count(value: Any, what: str = "count") -> int:
@@ -162,12 +154,8 @@ def real(value: Any, what: str) -> float:
 
 def non_negative(value: Any, what: str) -> float:
     """``value`` as 0 or a ``float`` that can be squared; a smaller one is rounded up."""
-    number = real(value, what)
-    if not 0 <= number <= LARGEST:
-        raise ArgumentError(
-            f"{what} must be at least 0 and at most {LARGEST:g} (above this nothing is private),"
-            f" got {value!r}."
-        )
+    rule = f"be at least 0 and at most {LARGEST:g} (above this nothing is private)"
+    number = within(value, what, lambda x: 0 <= x <= LARGEST, rule)
     return max(number, _LEAST) if number else 0.0
 
 
@@ -319,13 +307,11 @@ def _(event: SelfComposedDpEvent, count: int) -> Parts:
 
 @parts_of.register
 def _(event: GaussianSum | LaplaceDpEvent | NonPrivateDpEvent, count: int) -> Parts:
-    if (
-        isinstance(event, NonPrivateDpEvent)
-        or real(event.noise_multiplier, "noise_multiplier") == 0
-    ):
+    noise = getattr(event, "noise_multiplier", 0.0)
+    if noise == 0:
         yield NonPrivateDpEvent(), count
     else:
-        yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
+        yield type(event)(gaussian_noise_multiplier(noise)), count
 
 
 @parts_of.register
@@ -404,13 +390,9 @@ def _(
 
 @parts_of.register
 def _(event: FailureDpEvent, count: int) -> Parts:
-    delta = real(event.delta, "delta")
-    if not 0 < delta < 1:
-        raise ArgumentError(
-            f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. Without failures"
-            " leave it out; for certain failure use NonPrivateDpEvent()."
-        )
-    yield FailureDpEvent(delta), count
+    advice = " Without failures leave it out; for certain failure use NonPrivateDpEvent()."
+    what, rule = "delta of a FailureDpEvent", "lie in (0, 1)"
+    yield FailureDpEvent(within(event.delta, what, lambda d: 0 < d < 1, rule, advice)), count
 
 
 @parts_of.register
@@ -500,5 +482,4 @@ def decode(code: Any) -> DpEvent:
         int(value) if "int" in str(field.type) else decoded(value)
         for value, field in zip(code[1:], attr.fields(kind), strict=True)
     ]
-    event: DpEvent = kind(*values)
-    return event
+    return kind(*values)

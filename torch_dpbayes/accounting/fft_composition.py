@@ -240,22 +240,7 @@ class Composition:
         if not isinstance(levels, Transform):
             levels = _transform(window, self._size, levels, reverse, tail, mixed)
         self.transform = levels
-        self._finish()
-
-    def step(self, pair: Pair) -> Transform:
-        """The transform of another release on this grid; raises if the grid is too fine for it."""
-        _require_near({pair: 1})
-        losses = loss_nodes(pair, self.tail).losses
-        if losses.max() - losses.min() > _WIDEST_STEP * self.interval:
-            raise OverflowError(BEYOND)
-        return _transform_of(pair, self.window, self._size, self.reverse, self.tail)
-
-    def of_others(self, transform: Transform) -> Composition:
-        """The composition of other releases on this grid."""
-        return Composition(self.window, transform, self.reverse, self.tail)
-
-    def _finish(self) -> None:
-        """One inverse FFT, and bounds on its errors."""
+        # one inverse FFT, and bounds on its errors
         self.losses = self.interval * (self._first + np.arange(self._size))
         self.tilted = np.roll(
             fft.irfft(self.transform.spectrum, self._size), -self._first % self._size
@@ -281,6 +266,18 @@ class Composition:
             self.wrapped += math.exp(
                 min(lower - self.log_scale - (window.lower_tilt - window.tilt) * start, 0.0)
             )
+
+    def step(self, pair: Pair) -> Transform:
+        """The transform of another release on this grid; raises if the grid is too fine for it."""
+        _require_near({pair: 1})
+        losses = loss_nodes(pair, self.tail).losses
+        if losses.max() - losses.min() > _WIDEST_STEP * self.interval:
+            raise OverflowError(BEYOND)
+        return _transform_of(pair, self.window, self._size, self.reverse, self.tail)
+
+    def of_others(self, transform: Transform) -> Composition:
+        """The composition of other releases on this grid."""
+        return Composition(self.window, transform, self.reverse, self.tail)
 
     def wider_window(self) -> Window:
         """A wider window, from the moments of the masses on the grid."""

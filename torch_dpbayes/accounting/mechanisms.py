@@ -124,8 +124,8 @@ def _(event: DiscreteGaussianDpEvent, count: int) -> Parts:
 @parts_of.register
 def _(event: RandomizedResponseDpEvent, count: int) -> Parts:
     buckets = events.positive_count(event.num_buckets, "num_buckets")
-    if not 0 <= (p := events.real(event.noise_parameter, "noise_parameter")) <= 1:
-        raise ArgumentError(f"noise_parameter must lie in [0, 1], got {event.noise_parameter!r}.")
+    given = event.noise_parameter
+    p = events.within(given, "noise_parameter", lambda p: 0 <= p <= 1, "lie in [0, 1]")
     if buckets > 1 and p < 1:
         yield (RandomizedResponseDpEvent(p, buckets) if p else events.NonPrivateDpEvent()), count
 

@@ -110,7 +110,9 @@ def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, near: 
     sensitivity = 2.0 if kind == "antipodal" else 1.0
     shift = sensitivity / noise
     # coordinates x, y in which a release of small loss costs about exp(2 (x + y))
-    place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
+    double = 2 / noise**2
+    log_ratio = double + np.log(-np.expm1(-double) / double)  # log(expm1(double) / double)
+    place = np.log(rate), np.log(shift) + log_ratio / 2
     bends = _bends(kind, rate, noise, place, near)
     column, row = (
         _nodes(at, count * bend, near.excess / 2, near.fewest)
@@ -243,8 +245,3 @@ def _probability_between(low: Array, high: Array) -> Array:
     a, b = low / math.sqrt(8), high / math.sqrt(8)
     near, far = special.erf(b) - special.erf(a), special.erfc(a) - special.erfc(b)
     return np.asarray(np.where(a < 0.5, near, far))
-
-
-def _log_expm1_over(x: Array) -> Array:
-    """log(expm1(x) / x)."""
-    return np.asarray(x + np.log(-np.expm1(-x) / x))

@@ -148,11 +148,10 @@ def _discrete_sampled(pair: pairs.DiscreteGaussian, q: float, alpha: Array) -> A
 
 @divergences.register
 def _(pair: pairs.Concentrated, alpha: Array) -> Array:
+    curve = pair.xi + pair.rho * alpha
     if pair.rate == 1:
-        return pair.xi + pair.rho * alpha
-    return np.minimum(
-        _of_curve_sampled(pair.xi + pair.rho * _WHOLE, pair.rate, alpha), pair.xi + pair.rho * alpha
-    )
+        return curve
+    return np.minimum(_of_curve_sampled(pair.xi + pair.rho * _WHOLE, pair.rate, alpha), curve)
 
 
 _WHOLE = np.arange(2.0, _LARGEST_SAMPLED_ORDER + 1)

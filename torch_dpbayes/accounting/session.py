@@ -30,16 +30,7 @@ from . import events
 from .budget import Budget
 from .dominating_pairs import Pair, covers
 from .events import DpEvent
-from .history import (
-    RESUMED,
-    Block,
-    Flag,
-    History,
-    Key,
-    Part,
-    PrivacyBudgetExceeded,
-    needed,
-)
+from .history import RESUMED, Block, Flag, History, Key, Part, PrivacyBudgetExceeded, needed
 from .ledger import LOCK, Ledger, LedgerError, Row, open_blocks
 
 BLOCK = 64  # a process reserves at most so many releases, or half of those it has made

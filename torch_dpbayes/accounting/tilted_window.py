@@ -248,11 +248,9 @@ def losses_of(pair: Pair, reverse: bool, tail: float) -> tuple[Array, Array]:
     if central:
         losses, masses = np.append(losses, 0.0), np.append(masses, central)
     log_masses = log_of(masses)
-    return (
-        (-losses, log_masses - losses)
-        if reverse and has_two_directions(pair)
-        else (losses, log_masses)
-    )
+    if reverse and has_two_directions(pair):
+        return -losses, log_masses - losses
+    return losses, log_masses
 
 
 def log_moment(pair: Pair, tilt: float, reverse: bool, tail: float) -> float:

@@ -17,14 +17,7 @@ import torch
 from numpy.typing import NDArray
 from opacus.data_loader import DPDataLoader
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError
 from ..noise import digest, seeded

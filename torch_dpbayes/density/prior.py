@@ -167,8 +167,7 @@ class Prior:
     def log_densities(self, thetas: Tensor) -> Tensor:
         """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
         with torch.no_grad(), public_randomness():
-            values: Tensor = of_rows(self._density_program, thetas)
-        return values
+            return of_rows(self._density_program, thetas)
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
@@ -218,8 +217,7 @@ class Prior:
         def term(theta: Tensor, name: str) -> Tensor:
             trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
             compute_log_prob(trace, {name})
-            value: Tensor = trace.nodes[name]["log_prob_sum"]
-            return value
+            return trace.nodes[name]["log_prob_sum"]
 
         arguments = [*self._args, *self._kwargs.values()]
         for name in names:

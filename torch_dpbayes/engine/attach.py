@@ -62,11 +62,7 @@ def run_of(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Rank
 
 
 def made_private(
-    settings: Settings[Any],
-    found: PrivacyAccountant | None,
-    ranks: Ranks | None,
-    *,
-    is_alone: bool,
+    settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None, *, is_alone: bool
 ) -> tuple[PrivateOptimizer, PoissonLoader]:
     """Build loader and optimizer, check the model, connect all three, and log warnings.
     ``is_alone``: the process trains alone, even if a process group of several ranks exists.

@@ -28,14 +28,7 @@ from torch import Tensor
 
 from .drawing import Draws, is_reliable
 from .latents import Latents, half_distance
-from .likelihood import (
-    LARGEST_ERROR,
-    LONGEST_MOVE,
-    Fit,
-    LawDifferences,
-    Likelihood,
-    Release,
-)
+from .likelihood import LARGEST_ERROR, LONGEST_MOVE, Fit, LawDifferences, Likelihood, Release
 
 FALSE_ALARMS = 0.01  # rate of each check, over all its tests
 _BELOW = float(norm.cdf(-1.0))

@@ -466,11 +466,7 @@ class NoisyCategories(NamedTuple):
         return (level + apart)[:, 0].clamp_min(_LEAST_COUNT)
 
     def _effects(
-        self,
-        n: int,
-        tables: Sequence[tuple[Tensor, Tensor]],
-        mean: Tensor,
-        covariance: Tensor,
+        self, n: int, tables: Sequence[tuple[Tensor, Tensor]], mean: Tensor, covariance: Tensor
     ) -> Sequence[Tensor]:
         """A draw of d, by argument."""
         means, spreads = [], []

@@ -313,11 +313,7 @@ class Setup:
             self.count = max(positive_count(num_simulated, "num_simulated"), _LEAST_SIMULATED)
         is_swap = self.accountant.neighboring == "replace_one"
         self.records = ModelRecords(
-            model,
-            data,
-            count_is_public=is_swap,
-            public=public,
-            chunk=min(_FEW, self.count),
+            model, data, count_is_public=is_swap, public=public, chunk=min(_FEW, self.count)
         )
         if self.records.of_role("public") and not is_swap:
             raise ArgumentError(

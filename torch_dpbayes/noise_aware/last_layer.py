@@ -222,8 +222,7 @@ def posterior_of_large_layer(
         " prior deviation, on average",
         *note_clipped(count_of_clipped, n),
         *note_draws(
-            draws,
-            "chains of a large layer are short. Use fewer features if single weights matter.",
+            draws, "chains of a large layer are short. Use fewer features if single weights matter."
         ),
         f"  simulated   {count} rows of features; the width includes their error",
     ]

@@ -96,8 +96,7 @@ class LabelScores:
     def basis(self, means: Tensor) -> Tensor:
         """Eigenvectors of E Cov(t | x) = E[diag(p) − ppᵀ], over ``[C, K, M]``."""
         curvature = torch.diag(means.mean((0, 2))) - (means @ means.mT).mean(0) / means.shape[2]
-        basis: Tensor = torch.linalg.eigh(curvature)[1]
-        return basis
+        return torch.linalg.eigh(curvature)[1]
 
     def means(self, means: Tensor) -> Tensor:
         """q_j ``[C, J, K, M]`` if targets have the means ``[C, K, M]``."""

@@ -78,11 +78,7 @@ class ModelRecords:
             raise UnfitModel("an argument of the model is complex: pass two real tensors.")
         self._model = partial(without_parameters, model)
         density = RecordDensity(
-            model,
-            args,
-            data_plate=_PLATE,
-            rows_at_once=chunk,
-            count_is_public=count_is_public,
+            model, args, data_plate=_PLATE, rows_at_once=chunk, count_is_public=count_is_public
         )
         self.density = density
         self.read = torch.arange(density.prior.dimension)[density.read]

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
-from .linear_model import (
-    LinearModel,
-    chunked_predictors,
-    chunks_in_float64,
-    require_representable,
-)
+from .linear_model import LinearModel, chunked_predictors, chunks_in_float64, require_representable
 from .models import Constants, Data
 
 

@@ -25,13 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
-from ..errors import (
-    ArgumentTypeError,
-    CheckpointError,
-    DivergedError,
-    StateError,
-    reading_state,
-)
+from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError, reading_state
 from ..release import GroupGradient, Layout, require_public
 from . import checkpoints, priors
 from .declared import DeclaredOptimizer

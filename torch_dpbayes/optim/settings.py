@@ -8,15 +8,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Never,
-    Required,
-    TypedDict,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Generic, Never, Required, TypedDict, TypeVar
 
 import torch
 from torch import Tensor

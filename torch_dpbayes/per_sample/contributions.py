@@ -12,16 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import (
-    LOST_IN_SPLIT,
-    constant,
-    is_split,
-    joined,
-    pieces,
-    row_norms,
-    split,
-    wide,
-)
+from .arithmetic import LOST_IN_SPLIT, constant, is_split, joined, pieces, row_norms, split, wide
 
 
 class Contribution(ABC):

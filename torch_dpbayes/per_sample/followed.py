@@ -25,16 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
 from ..noise import PrivateRandomness
-from .derived import (
-    TWICE,
-    Derived,
-    as_plain,
-    derived,
-    for_numpy,
-    for_ufunc,
-    holds_records,
-    rounded,
-)
+from .derived import TWICE, Derived, as_plain, derived, for_numpy, for_ufunc, holds_records, rounded
 
 INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"

@@ -308,10 +308,7 @@ def _is_all_true(t: Tensor) -> Tensor:
 # Losses that compute each number from one element of the outputs and one of the labels, for equal
 # shapes; without weights, their other arguments are numbers. No values make them raise an error.
 BY_ELEMENT = frozenset(
-    (
-        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
-        F.binary_cross_entropy_with_logits,
-    )
+    (*(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss), F.binary_cross_entropy_with_logits)
 )
 OF_CLASSES = frozenset((F.cross_entropy, F.nll_loss))
 

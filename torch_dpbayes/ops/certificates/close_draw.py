@@ -107,8 +107,7 @@ def exact_delta(event: ExactEvent, epsilon: Array) -> Array:
     """
     if isinstance(event, BoundedRangeDpEvent):
         gap = np.maximum(event.epsilon - epsilon, 0.0)
-        found: Array = np.expm1(-gap / 2) ** 2 / -np.expm1(-event.epsilon)
-        return found
+        return np.expm1(-gap / 2) ** 2 / -np.expm1(-event.epsilon)
     half, ratio = event.mu / 2, epsilon / event.mu
     found = special.ndtr(half - ratio) * (1 + 1e-15)
     if event.mu < _LARGE_MU:
