@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
@@ -540,6 +540,8 @@ class _Operation:
             # itself: torch's checks of shapes take as long as a small backward pass
             leaves = tuple([t for t in batch.leaves if t.requires_grad])  # some were frozen since
             given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, leaves
-            _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+            Variable._execution_engine.run_backward(
+                *given, allow_unreachable=True, accumulate_grad=True
+            )
         finally:
             batch.close()
