@@ -87,7 +87,6 @@ class BookkeepingGradientSource(GradientSource):
             if self._sees_layers and layers.is_known(layer)
         ]
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
-        self.anchor = torch.zeros((), requires_grad=True)  # where autograd's graph of a pass ends
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._gelus = [_Gelu(m) for m in module.modules() if type(m).__name__ == "BloomGelu"]
         recorded = {p for layer in self._layers for _, p in layer.known}
@@ -195,7 +194,8 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         self._records = n
-        leaves, self._versions = [self.anchor], []
+        leaves = [*map(attrgetter("anchor"), self._layers)]
+        self._versions = []
         for parameter in self._parameters:
             self._versions.append(("a parameter", parameter, parameter._version))
             if parameter.requires_grad:
@@ -212,10 +212,13 @@ class BookkeepingGradientSource(GradientSource):
             drawn = numbers_outside() if self.is_in_parts else None
             with self.randomness(set(map(attrgetter("device"), hides)), hides):
                 gradients: dict[Tensor, Tensor] = {}
-                self._gradients, copies = gradients, list[Tensor]()
+                self._gradients = gradients
+                anchors, copies = list[Tensor](), list[Tensor]()
                 for p in direct:
+                    anchor = torch.zeros((), requires_grad=True)
                     receive = partial(self._receive, gradients, p)
-                    copy: Tensor = _Copies.apply(self.anchor, p.detach(), n, receive)
+                    copy: Tensor = _Copies.apply(anchor, p.detach(), n, receive)
+                    anchors.append(anchor)
                     copies.append(copy)
                     self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(
@@ -231,7 +234,7 @@ class BookkeepingGradientSource(GradientSource):
             self.record_map = None
         if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
-        return found, leaves
+        return found, [*anchors, *leaves]
 
     def _receive(self, found: dict[Tensor, Tensor], p: Tensor, rows: Tensor) -> None:
         """Store the gradients of a parameter's copies. A later use of them adds to the first."""
@@ -299,6 +302,7 @@ class _Layer(ReplacedForward):
         self.tensors = f"the input of layer {name!r}, or the gradient of its output,"
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
+        self.anchor = torch.zeros((), requires_grad=True)
         # settings that torch's C++ functions read: the model could put records' tensors there
         names = {k for k in vars(module) if k[0] != "_" or "padding" in k} - {"training"}
         self.settings = {name: vars(module)[name] for name in names}
@@ -379,7 +383,7 @@ class _Layer(ReplacedForward):
         if out.requires_grad:
             base.register_hook(receive)
         else:
-            start: Tensor = _Start.apply(base, source.anchor, receive)
+            start: Tensor = _Start.apply(base, self.anchor, receive)
             out = start if base is out else start.view(shape)
         if rows is None:
             return out
