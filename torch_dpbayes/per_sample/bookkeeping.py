@@ -18,7 +18,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -194,7 +193,7 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         self._records = n
-        leaves = [*map(attrgetter("anchor"), self._layers)]
+        leaves = [layer.anchor for layer in self._layers]
         self._versions = []
         for parameter in self._parameters:
             self._versions.append(("a parameter", parameter, parameter._version))
@@ -210,7 +209,7 @@ class BookkeepingGradientSource(GradientSource):
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
             drawn = numbers_outside() if self.is_in_parts else None
-            with self.randomness(set(map(attrgetter("device"), hides)), hides):
+            with self.randomness({t.device for t in hides}, hides):
                 gradients: dict[Tensor, Tensor] = {}
                 self._gradients = gradients
                 anchors, copies = list[Tensor](), list[Tensor]()
