@@ -109,6 +109,7 @@ class Layout:
         whole = [sum(sizes), extra_size, int(is_shared)]
         self.buffer = torch.zeros(sum(whole), dtype=self.dtype, device=self.device)
         self.gradient, self.extra, self.failed = self.buffer.split(whole)
+        self.rest = self.buffer[whole[0] :]
         self.pieces = list(self.gradient.split(sizes))
         totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
         flats = self.gradient.split(totals)
@@ -319,7 +320,7 @@ class Release:
             self._is_pending, self._pending_draw = False, draws.draw
         layout.beta = float(self._is_pending)
         if not self._is_pending:  # the gradient is replaced
-            layout.buffer[len(layout.gradient) :].zero_()
+            layout.rest.zero_()
             self._is_pending, self._pending_records = True, 0
         records = self.query.collect(self.source, layout)
         self._pending_records += records

@@ -334,6 +334,23 @@ def test_where_numbers_lie_does_not_depend_on_other_records(n):
     assert seen == [((14, 7, 1), (15, 5, 1), (15, 5, 1), 0), ((1,), (0,), True)]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_attention_returns_lies_in_one_order(dropout):
+    """Positions before heads, whichever kernel computes it; reshaping heads then copies nothing."""
+
+    def of_one(slices):
+        found = F.scaled_dot_product_attention(*slices, dropout_p=dropout)
+        assert found.stride()[1:] == (4, 12, 1)
+        assert found.transpose(1, 2).is_contiguous()
+        return [found]
+
+    given = torch.randn(3, 2, 1, 3, 5, 4).unbind(0)
+    (found,) = RecordMap(2)(of_one, given)
+    if not dropout:
+        expected = F.scaled_dot_product_attention(*(t.squeeze(1) for t in given))
+        torch.testing.assert_close(found.squeeze(1), expected)
+
+
 @pytest.mark.parametrize("offset", [(0,), ()])
 def test_a_view_begins_where_its_tensor_does(offset):
     """An offset counts from memory that records may share, and one view has one gradient."""

@@ -319,7 +319,8 @@ def _largest_norm(layout: Layout) -> float:
     """
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
-    largest: float = sum(torch.stack(norms).tolist())  # NaN if one of them is NaN
+    numbers = map(float, norms) if norms[0].is_cpu else torch.stack(norms).tolist()
+    largest: float = sum(numbers)  # NaN if one of them is NaN
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
             f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"

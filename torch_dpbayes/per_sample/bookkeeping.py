@@ -325,8 +325,9 @@ class _Layer(ReplacedForward):
         given = (*args, *kwargs.values())
         if len(given) != 1 or not isinstance(given[0], Tensor):
             raise self._used_elsewhere("with arguments besides its input")
-        own = vars(self.module)
-        is_changed = any([own.get(name) is not value for name, value in self.settings.items()])
+        own, is_changed = vars(self.module), False
+        for name, value in self.settings.items():
+            is_changed |= own.get(name) is not value
         if is_changed or type(self.module).forward is not self.kind.forward:
             raise StepError(_CHANGED.format(self.name), code="step-changed")
         try:

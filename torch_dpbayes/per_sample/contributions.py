@@ -227,8 +227,8 @@ class Outer(Product):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         whole = self.backprops, self.inputs, factor
-        numbers = self.backprops[0].numel()
-        for g, a, weights in pieces(numbers, *whole) if self._is_split else (whole,):
+        parts = pieces(self.backprops[0].numel(), *whole) if self._is_split else (whole,)
+        for g, a, weights in parts:
             g = weighted(g, weights)
             if g.dim() > 2:
                 g, a = g.flatten(0, -2), a.flatten(0, -2)

@@ -42,6 +42,13 @@ STRANGE_INPUT = (
     " mixes records: pass the loader's batch; make constants buffers of the model"
 )
 
+_NO_TENSOR = (
+    "its output is of type {}, which contains no tensor: return tensors (for a distribution its"
+    " parameters), and build other objects outside"
+)
+_SEVERAL_ROWS = (
+    "its output has several rows for one record: return one row per record in dimension 0"
+)
 _OTHER_INPUT = (
     "the model gets a tensor of another batch, one that mixes records, or one whose records are"
     " not in dimension 0",
@@ -223,8 +230,11 @@ class MappedForward(ReplacedForward):
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_args[len(args) :]))
             result = Nested(output, keeps_strangers=False)
-            _require_rows(output, result.tensors, may_be_several=batch is not None)
             found, result.tensors, result.strangers = result.tensors, [], []
+            if not found:
+                raise CannotBeMapped(_NO_TENSOR.format(type(output).__name__))
+            if batch is None and any(t.dim() > 0 and t.shape[0] != 1 for t in found):
+                raise CannotBeMapped(_SEVERAL_ROWS)
             return found
 
         found, leaves = self.source.over_records(of_one, rows, direct, n)
@@ -389,19 +399,6 @@ def _as_written(
         yield
     for module, name, value in before:
         vars(module)[name] = value
-
-
-def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: bool) -> None:
-    """Raise unless the result for one record consists of tensors with one row each."""
-    if not tensors:
-        raise CannotBeMapped(
-            f"its output is of type {type(output).__name__}, which contains no tensor: return"
-            " tensors (for a distribution its parameters), and build other objects outside"
-        )
-    if not may_be_several and any(t.dim() > 0 and t.shape[0] != 1 for t in tensors):
-        raise CannotBeMapped(
-            "its output has several rows for one record: return one row per record in dimension 0"
-        )
 
 
 def _followed_in(*given: Any) -> list[Followed]:

@@ -72,6 +72,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) in (tuple, list):
+        return type(value)([map_tensors(v, function) for v in value])
     if (items := _items(value)) is None:
         return value
     return _with_items(value, {key: map_tensors(v, function) for key, v in items.items()})

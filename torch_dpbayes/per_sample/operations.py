@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
@@ -96,6 +96,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     raise operation.batch.refuse(f"{name}: {what}", remedy=operation.remedy())
 
 
+_run_backward: Any = Variable._execution_engine.run_backward
 _STATISTICS = "Put a network that is not private in eval mode, and run update_bn on public records"
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
@@ -540,6 +541,6 @@ class _Operation:
             # itself: torch's checks of shapes take as long as a small backward pass
             leaves = tuple([t for t in batch.leaves if t.requires_grad])  # some were frozen since
             given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, leaves
-            _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+            _run_backward(*given, allow_unreachable=True, accumulate_grad=True)
         finally:
             batch.close()

@@ -156,7 +156,6 @@ class RecordMap(TorchFunctionMode):
         is_second_way: bool = False,
         is_part: bool = False,
     ) -> None:
-        super().__init__()
         self._is_second_way, self._is_part = is_second_way, is_part
         self.records, self._randomness = records, "different" if is_random else "error"
         self._leaves = leaves
@@ -171,21 +170,21 @@ class RecordMap(TorchFunctionMode):
         one memory; each record has its own random numbers. Results have records in dimension 0.
         """
         require_no_modes()
-        rows = [*map(Tensor.contiguous, tensors), *map(shared, copies)]
-        inside, found = list[Tensor](), list[Tensor]()
+        rows, found = [*map(Tensor.contiguous, tensors), *map(shared, copies)], list[Tensor]()
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
-        with as_traced(), self:
+        with as_traced():
             self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
+            torch._C._push_on_torch_function_stack(self)
             try:
-                for t in rows:
-                    inside.append(functorch._add_batch_dim(t, 0, level))
-                    self._track(inside[-1])
+                inside = [functorch._add_batch_dim(t, 0, level) for t in rows]
+                self._tracked = [*map(weakref.ref, inside)]
                 for t in function(inside):
                     whole = functorch._remove_batch_dim(t, level, self.records, 0)
                     found.append(whole if is_batchedtensor(t) else whole.clone())  # own memory
             finally:
                 self._level = None
+                torch._C._pop_torch_function_stack()
                 functorch._vmap_decrement_nesting()
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
@@ -224,7 +223,8 @@ class RecordMap(TorchFunctionMode):
             if result is None:
                 self._error = error
                 raise
-        result = in_order(result, (*args, *kwargs.values()))
+        if func is not F.scaled_dot_product_attention:  # it orders its own result
+            result = in_order(result, (*args, *kwargs.values()))
         # for an attribute, the function that uses it is checked
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
@@ -244,8 +244,7 @@ class RecordMap(TorchFunctionMode):
         Raises:
             InnerTransform: the call comes from another transform inside the map.
         """
-        level = self._level
-        outside: list[Tensor] = []
+        level, outside = self._level, list[Tensor]()
         is_inner = level is None or functorch.maybe_current_level() != level
         for t in tensors:
             inside = get_unwrapped(t) if is_batchedtensor(t) else t
@@ -270,7 +269,7 @@ class RecordMap(TorchFunctionMode):
         finally:
             functorch.push_dynamic_layer_stack(stack)
         result = functorch._add_batch_dim(result, 0, level)
-        self._track(result)
+        self._tracked.append(weakref.ref(result))
         return result
 
     def _track(self, result: Any) -> None:
@@ -330,8 +329,8 @@ class RecordMap(TorchFunctionMode):
             return func(*args, **kwargs) if found is None else found
 
         with suppress(Exception):
-            each = [values[k] for k in places]
-            return self.call_batched(torch.func.vmap(one, randomness="different"), each)
+            run = torch.func.vmap(one, randomness="different")
+            return in_order(self.call_batched(run, [values[k] for k in places]), ())
         return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -390,7 +389,8 @@ class RecordMap(TorchFunctionMode):
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **kw: Any
     ) -> Tensor:
         """Fused attention does not have a batching rule on every device. It runs on the whole batch
-        if each operand has one row of (heads, positions, width).
+        if each operand has one row of (heads, positions, width). In memory, positions of the result
+        come before heads: kernels write them so, and models read them so.
         """
         function, operands = F.scaled_dot_product_attention, [query, key, value]
         if attn_mask is not None:
@@ -398,12 +398,14 @@ class RecordMap(TorchFunctionMode):
 
         def run(*tensors: Tensor) -> Tensor:
             q, k, v, *mask = (t.squeeze(1) for t in tensors)
-            return function(q, k, v, *(mask or (None,)), *rest, **kw).unsqueeze(1)
+            found = function(q, k, v, *(mask or (None,)), *rest, **kw)
+            return found.transpose(1, 2).unsqueeze(1)
 
         if self._leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
-                return self.call_batched(run, operands)
-        return _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
+                return in_order(self.call_batched(run, operands), ()).transpose(1, 2)
+        found = _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
+        return in_order(found, ())
 
 
 class as_traced:
