@@ -384,6 +384,48 @@ def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
         KEPT.clear()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda records, t, left: t + left,
+        lambda records, t, left: records.call_batched(torch.sin, [left]),  # as a layer does
+        lambda records, t, left: left,
+    ],
+    ids=["function", "layer", "output"],
+)
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda t: nn.Parameter(t, requires_grad=False),
+        torch.func.grad(lambda t: t.square().sum()),
+        torch.func.vmap(torch.square),
+    ],
+    ids=["parameter", "gradient", "map"],
+)
+def test_a_tensor_of_an_earlier_pass_is_refused(copied, use):
+    """No function returned it to the model, so nothing saw that it stays."""
+    left, rows = list[Tensor](), [torch.randn(2, 3)]
+    RecordMap(2)(lambda slices: [left.append(copied(slices[0])) or slices[0]], rows)
+    records = RecordMap(2)
+    refused(lambda: records(lambda slices: [use(records, slices[0], left[0])], rows), "model-kept")
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        torch.func.grad(lambda t: t.square().sum()),
+        lambda t: torch.func.vjp(torch.square, t * 1)[1](torch.ones(3))[0],
+        lambda t: torch.func.vmap(lambda row: row)(2 * t),
+        lambda t: 2 * t * torch.func.vmap(lambda row: row * 1)(torch.ones(3)),
+    ],
+    ids=["grad", "vjp", "map", "map of a constant"],
+)
+def test_what_a_transform_inside_a_pass_returns_may_be_used(transformed):
+    rows = torch.randn(2, 3)
+    (found,) = RecordMap(2)(lambda slices: [transformed(slices[0]) * 1], [rows])
+    assert torch.allclose(found / rows, (found / rows)[0, 0])
+
+
 class Generated(torch.autograd.Function):
     generate_vmap_rule = True
     forward, setup_context = Centred.forward, Centred.setup_context
