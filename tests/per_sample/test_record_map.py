@@ -146,6 +146,15 @@ def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padd
         assert_sum(source, net, gradients)
 
 
+@MODES
+def test_a_token_beyond_a_table_that_is_the_whole_model_counts_as_zero(mode):
+    net, x, y = nn.Embedding(5, 3), torch.randint(5, (7,)), torch.randint(3, (7,))
+    gradients = gradients_of_records(net, entropy, (x[1:], y[1:]))
+    source, x[0] = SOURCE_OF[mode](net), 9
+    entropy(net, *delivered(x, y)).backward()
+    assert_sum(source, net, gradients)
+
+
 # -- what the program writes into ------------------------------------------------------------------
 
 AT = torch.tensor([0, 1])
