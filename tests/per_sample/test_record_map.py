@@ -146,6 +146,15 @@ def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padd
         assert_sum(source, net, gradients)
 
 
+@MODES
+def test_a_token_beyond_a_table_that_is_the_whole_model_counts_as_zero(mode):
+    net, x, y = nn.Embedding(5, 3), torch.randint(5, (7,)), torch.randint(3, (7,))
+    gradients = gradients_of_records(net, entropy, (x[1:], y[1:]))
+    source, x[0] = SOURCE_OF[mode](net), 9
+    entropy(net, *delivered(x, y)).backward()
+    assert_sum(source, net, gradients)
+
+
 # -- what the program writes into ------------------------------------------------------------------
 
 AT = torch.tensor([0, 1])
@@ -399,6 +408,48 @@ def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
         refused(lambda: private(net, *data, grad_sample_mode=mode), "model-kept")
     finally:
         KEPT.clear()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda records, t, left: t + left,
+        lambda records, t, left: records.call_batched(torch.sin, [left]),  # as a layer does
+        lambda records, t, left: left,
+    ],
+    ids=["function", "layer", "output"],
+)
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda t: nn.Parameter(t, requires_grad=False),
+        torch.func.grad(lambda t: t.square().sum()),
+        torch.func.vmap(torch.square),
+    ],
+    ids=["parameter", "gradient", "map"],
+)
+def test_a_tensor_of_an_earlier_pass_is_refused(copied, use):
+    """No function returned it to the model, so nothing saw that it stays."""
+    left, rows = list[Tensor](), [torch.randn(2, 3)]
+    RecordMap(2)(lambda slices: [left.append(copied(slices[0])) or slices[0]], rows)
+    records = RecordMap(2)
+    refused(lambda: records(lambda slices: [use(records, slices[0], left[0])], rows), "model-kept")
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        torch.func.grad(lambda t: t.square().sum()),
+        lambda t: torch.func.vjp(torch.square, t * 1)[1](torch.ones(3))[0],
+        lambda t: torch.func.vmap(lambda row: row)(2 * t),
+        lambda t: 2 * t * torch.func.vmap(lambda row: row * 1)(torch.ones(3)),
+    ],
+    ids=["grad", "vjp", "map", "map of a constant"],
+)
+def test_what_a_transform_inside_a_pass_returns_may_be_used(transformed):
+    rows = torch.randn(2, 3)
+    (found,) = RecordMap(2)(lambda slices: [transformed(slices[0]) * 1], [rows])
+    assert torch.allclose(found / rows, (found / rows)[0, 0])
 
 
 class Generated(torch.autograd.Function):

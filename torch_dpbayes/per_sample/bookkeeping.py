@@ -31,6 +31,7 @@ from .arithmetic import full_precision
 from .contributions import Contribution, Nothing, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, ReplacedForward
+from .nested import of_those_that_run
 from .record_map import (
     CannotBeMapped,
     InnerTransform,
@@ -281,7 +282,7 @@ class _WholeBatch:
     @staticmethod
     def call_batched(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         with torch._C.DisableTorchFunction():
-            return run(*tensors)
+            return of_those_that_run(run, tensors)
 
 
 class _Gelu(ReplacedForward):

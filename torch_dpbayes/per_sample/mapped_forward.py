@@ -407,8 +407,9 @@ def _followed_in(*given: Any) -> list[Followed]:
 
 def _scalar(loss: Any) -> Tensor:
     with torch._C.DisableTorchFunction():  # attributes are slow to read through a map
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            return loss.reshape(())
+        is_one = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
+    if is_one:
+        return loss.reshape(())
     what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise LossError(
         f"the loss of one record must be a scalar floating-point tensor, got {what}: sum its"

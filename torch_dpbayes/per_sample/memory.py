@@ -9,7 +9,9 @@ share one memory.
 
 from __future__ import annotations
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,13 +23,64 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_gradtrackingtensor,
     maybe_get_bdim,
+    maybe_get_level,
 )
 
 from ..errors import ModelError
 from .derived import storage_of
 
 _IN_ORDER = torch.contiguous_format
-_SHARED = "_dpbayes_shared"  # attribute of a storage
+_SHARED, _MAP = "_dpbayes_shared", "_dpbayes_map"  # attributes of a storage
+
+
+class OfOneMap:
+    """Knows the tensors of a map. None may outlive it: in the next map, each record could read the
+    values of others in it. So each argument must be such a tensor, or have memory that one of the
+    model's own transforms made in this map, whose results no function returns.
+    """
+
+    _known: dict[int, weakref.ref[Tensor]]
+    _level: int | None = None  # of a running map
+    is_in_own_code = False  # which makes tensors unseen, of arguments that were checked
+
+    def _track(self, result: Any, *, is_inner: bool = False) -> None:
+        """Note what a function returned, in a transform of the model's own or not."""
+        if isinstance(result, (tuple, list)):
+            for part in result:
+                self._track(part, is_inner=is_inner)
+        elif isinstance(result, Tensor):
+            memory = result
+            while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
+                memory = get_unwrapped(memory)
+            if memory is not result:
+                self._known[id(result)] = weakref.ref(result)
+                if is_inner:
+                    setattr(storage_of(memory), _MAP, self)
+
+    def require(self, t: Tensor) -> None:
+        """Refuse a tensor that an earlier map left."""
+        if self.is_in_own_code:
+            return
+        is_of_records = False
+        while is_batchedtensor(t) or is_gradtrackingtensor(t):
+            if (known := self._known.get(id(t))) is not None and known() is t:
+                return
+            is_of_records |= is_batchedtensor(t) and maybe_get_level(t) == self._level
+            t = get_unwrapped(t)
+        if is_of_records and getattr(storage_of(t), _MAP, None) is not self:
+            raise ModelError(
+                "the forward pass uses a tensor that an earlier one stored, or a parameter made of"
+                " records: return it instead, and leave out nn.Parameter()",
+                code="model-kept",
+            )
+
+    def kept(self) -> list[Tensor]:
+        """Tensors of the finished map that are still alive."""
+        for generation in (0, 2):  # most reference cycles are young
+            if not [True for reference in self._known.values() if reference() is not None]:
+                return []
+            gc.collect(generation)
+        return [t for reference in self._known.values() if (t := reference()) is not None]
 
 
 def in_order(found: Any, given: Iterable[Any]) -> Any:

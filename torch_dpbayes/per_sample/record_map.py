@@ -13,7 +13,6 @@ switching torch functions off by a private name, and TorchScript, whose operator
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -39,7 +38,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .memory import in_order, require_seen, shared
+from .memory import OfOneMap, in_order, require_seen, shared
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -131,7 +130,7 @@ def without_values(error: Exception) -> str:
     return f"it fails on the values of a record ({type(error).__name__})"
 
 
-class RecordMap(TorchFunctionMode):
+class RecordMap(OfOneMap, TorchFunctionMode):
     """A map over the records of one batch. It replaces torch functions for which vmap by itself
     would be slow or unsafe.
 
@@ -159,9 +158,8 @@ class RecordMap(TorchFunctionMode):
         self._is_second_way, self._is_part = is_second_way, is_part
         self.records, self._randomness = records, "different" if is_random else "error"
         self._leaves = leaves
-        self._level: int | None = None
         self._error: Exception | None = None  # an error inside; the model may have caught it
-        self._tracked: list[weakref.ref[Tensor]] = []  # tensors that must not outlive the map
+        self._known = {}
 
     def __call__(
         self, function: OfOne, tensors: Sequence[Tensor], copies: Sequence[Tensor] = ()
@@ -178,8 +176,9 @@ class RecordMap(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(self)
             try:
                 inside = [functorch._add_batch_dim(t, 0, level) for t in rows]
-                self._tracked = [*map(weakref.ref, inside)]
+                self._known = {id(t): weakref.ref(t) for t in inside}
                 for t in function(inside):
+                    self.require(t)
                     whole = functorch._remove_batch_dim(t, level, self.records, 0)
                     found.append(whole if is_batchedtensor(t) else whole.clone())  # own memory
             finally:
@@ -200,7 +199,7 @@ class RecordMap(TorchFunctionMode):
         # it has a meaning for whole batches only
         if "memory_format" in kwargs and kwargs["memory_format"] in _LAYOUTS:
             kwargs = {name: v for name, v in kwargs.items() if name != "memory_format"}
-        if functorch.maybe_current_level() != self._level:
+        if is_inner := functorch.maybe_current_level() != self._level:
             require_seen()
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
@@ -208,7 +207,7 @@ class RecordMap(TorchFunctionMode):
             )
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
-        outside = _outside(func, (*args, *kwargs.values()))
+        outside = _outside(func, (*args, *kwargs.values()), self)
         is_made = self._is_second_way and func in _MADE
         if is_special := is_made or not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
@@ -231,7 +230,7 @@ class RecordMap(TorchFunctionMode):
             trained = [t for t in outside if t.requires_grad]
             if trained and isinstance(result, (Tensor, tuple, list)):
                 raise OutsideTensor(name_of(func), trained[0])
-        self._track(result)
+        self._track(result, is_inner=is_inner)
         return result
 
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -254,6 +253,7 @@ class RecordMap(TorchFunctionMode):
                 _require_public(t)
                 outside.append(t.expand(self.records, *t.shape))
             else:
+                self.require(t)
                 if dim := functorch.maybe_get_bdim(t):
                     with torch._C.DisableTorchFunction():  # these rows are below the map
                         inside = inside.movedim(dim, 0)
@@ -269,27 +269,8 @@ class RecordMap(TorchFunctionMode):
         finally:
             functorch.push_dynamic_layer_stack(stack)
         result = functorch._add_batch_dim(result, 0, level)
-        self._tracked.append(weakref.ref(result))
+        self._known[id(result)] = weakref.ref(result)
         return result
-
-    def _track(self, result: Any) -> None:
-        """Note tensors that must not outlive the map."""
-        if isinstance(result, Tensor):
-            if is_batchedtensor(result) or is_of_records(result):
-                self._tracked.append(weakref.ref(result))
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._track(part)
-
-    def kept(self) -> list[Tensor]:
-        """Tensors of the finished map that are still alive. In the next map, every record could
-        read the values of all records in them.
-        """
-        for generation in (0, 2):  # most reference cycles are young
-            if not [True for reference in self._tracked if reference() is not None]:
-                return []
-            gc.collect(generation)
-        return [t for reference in self._tracked if (t := reference()) is not None]
 
     def _own(self, made: Tensor) -> Tensor:
         """Separate memory for each record: a model may write into it."""
@@ -356,8 +337,12 @@ class RecordMap(TorchFunctionMode):
             return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
         found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW and self._leaves else None
         if found is None and func in FUNCTIONS:
-            with self:
-                found = FUNCTIONS[func](*args, **kwargs)
+            before, self.is_in_own_code = self.is_in_own_code, True
+            try:
+                with self:
+                    found = FUNCTIONS[func](*args, **kwargs)
+            finally:
+                self.is_in_own_code = before
         return found
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -565,7 +550,7 @@ def _require_public(outside: Tensor) -> None:
         )
 
 
-def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
+def _outside(func: Any, values: Iterable[Any], own: OfOneMap) -> list[Tensor]:
     """Tensors among arguments, also in tuples and lists, that take no part in the map.
 
     Refuses arguments that would run the caller's code below the map, or unseen by it: tensors with
@@ -575,15 +560,17 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
-            if not (is_batchedtensor(value) or is_gradtrackingtensor(value)):
+            if is_batchedtensor(value) or is_gradtrackingtensor(value):
+                own.require(value)
+            else:
                 _require_public(value)
                 found.append(value)
         elif kind in _WITHOUT_CODE:
             continue
         elif kind is slice:
-            found += _outside(func, (value.start, value.stop, value.step))
+            found += _outside(func, (value.start, value.stop, value.step), own)
         elif isinstance(value, (tuple, list)) and kind.__iter__ in (tuple.__iter__, list.__iter__):
-            found += _outside(func, value)
+            found += _outside(func, value, own)
         elif isinstance(value, Tensor):
             _require_public(value)
             raise CannotBeMapped(
