@@ -566,6 +566,10 @@ REFUSED = {
     ),
     "the same by name": lambda h: h + torch.searchsorted(input=h[0, 1], sorted_sequence=h[0, 0]),
     "reflectors of a vector": lambda h: h + torch.linalg.householder_product(h[0], h[0, 0]),
+    "sums of several types": lambda h: (
+        h
+        + torch._compute_linear_combination((h > 0).long(), h.detach()[0].outer(h.detach()[0][:1]))
+    ),
     "distances of numbers": lambda h: h + torch._euclidean_dist(h[0], h[0]).sum(),
     "caught error": catching,
     "validity of all records": lambda h: -h if torch._is_any_true(h > 1e6) else h,

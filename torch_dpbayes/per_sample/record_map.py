@@ -450,6 +450,9 @@ _OF_ALL_RECORDS = (
     *(torch._euclidean_dist, torch._weight_norm_interface, torch.batch_norm_update_stats),
     *(torch.batch_norm_gather_stats, torch.batch_norm_gather_stats_with_counts),
     *(torch.cudnn_batch_norm, torch.miopen_batch_norm),
+    # beyond the memory of a record
+    *(torch._compute_linear_combination, torch._nested_compute_contiguous_strides_offsets),
+    *(torch._convert_indices_from_coo_to_csr, torch._convert_indices_from_csr_to_coo),
 )
 # The fewest dimensions of a record's arguments: below, vmap makes a table of all records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
