@@ -157,6 +157,18 @@ class Prior:
         parts = torch.tensor(parts_read(graph, self._sizes))
         return parts.repeat_interleave(torch.tensor(self._sizes))
 
+    def are_sites_independent(self) -> bool:
+        """Whether no site's distribution reads another site, wherever θ is."""
+
+        def terms(theta: Tensor) -> list[Tensor]:
+            trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
+            compute_log_prob(trace, self._shapes)
+            return [trace.nodes[name]["log_prob_sum"] for name in self._shapes]
+
+        graph, count = self._recorded(terms, self._drawn), len(self._sizes)
+        read = [parts_read(result_of(graph, own), self._sizes) for own in range(count)]
+        return not any(read[own][k] for own in range(count) for k in range(count) if k != own)
+
     # -- density -----------------------------------------------------------------------------------
 
     def log_density(self, theta: Tensor) -> float:
