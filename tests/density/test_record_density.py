@@ -352,26 +352,38 @@ def test_what_the_set_up_overlooks_still_cannot_reach_another_record():
 
 
 @pytest.mark.parametrize(
-    ("count", "left", "threads"),
-    [(96, slice(95), 1), (6401, slice(1, None), 1), (6401, slice(1, None), 3)],
+    ("count", "left", "threads", "logits", "are_drawn"),
+    [
+        (96, slice(95), 1, torch.mv, False),
+        (6401, slice(1, None), 1, torch.mv, False),
+        (6401, slice(1, None), 3, torch.mv, False),
+        (9001, slice(1, None), 4, lambda x, w: nn.functional.softplus(x * w).sum(1), False),
+        (9001, slice(1, None), 4, lambda x, w: nn.functional.softplus(x * w).sum(1), True),
+    ],
 )
-def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(count, left, threads):
+def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(
+    count, left, threads, logits, are_drawn
+):
     """Terms of float32 cancel in a log ratio, whose bound is less than their rounding. The rest of
     96 records fills no vector; the second of 6,401 begins where no vector does; a third of 6,400
-    ends where none does.
+    ends where none does. Of four threads, torch uses three for 81,920 numbers.
     """
     torch.set_num_threads(threads)
 
     def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(9).float(), 1.0).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(10).float(), 1.0).to_event(1))
         with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+            pyro.sample("y", dist.Bernoulli(logits=logits(x, w)), obs=y)
 
-    x, y = torch.randn(count, 9).float(), torch.ones(count).float()
-    thetas = torch.randn(30, 9).float()
+    x, y = torch.randn(count, 10).float(), torch.ones(count).float()
+    thetas = torch.randn(30, 10).float()
 
     def numbers(records):
-        density = RecordDensity(model, (x[records], y[records]), count_is_public=False)
+        if are_drawn:  # a batch of a data set whose number of records is public
+            density = RecordDensity(model, (x, y), rows_at_once=2**13)
+            density = density.of(torch.arange(count)[records])
+        else:
+            density = RecordDensity(model, (x[records], y[records]), count_is_public=False)
         # not every processor rounds differently at other addresses
         assert all(row.data_ptr() % 16 == 0 for row in density.rows())
         return [density.log_likelihoods(t) for t in thetas], density.gradients(thetas[0])

@@ -95,6 +95,11 @@ def moving_support(y):
     gaussian(y, pyro.sample("m", dist.Uniform(0.0, pyro.sample("top", dist.HalfNormal(1.0)))))
 
 
+def rarely_moving_support(y):
+    top = torch.where(weights("w") > 4, 2.0, 1.0)
+    gaussian(y, pyro.sample("m", dist.Uniform(0.0, top)))
+
+
 def dropout(y):
     # single bits would agree in all of seven rows once in 128 times
     kept = nn.functional.dropout(torch.ones(len(y), 50), 0.5).mean(1)
@@ -159,6 +164,7 @@ STRUCTURE = {  # what shapes alone say
     "nothing observed": in_the_plate(lambda m, y: pyro.sample("u", COIN)),
     "no latent": lambda y: gaussian(y, torch.tensor(0.0)),
     "moving support": moving_support,
+    "rarely moving support": rarely_moving_support,
     "improper": with_latent(lambda y: dist.ImproperUniform(dist.constraints.real, (), ())),
     "angle": with_latent(lambda y: VON_MISES),
     "point": with_latent(lambda y: dist.Delta(torch.tensor(0.0))),

@@ -134,7 +134,13 @@ def weighted():
         weights("b")
 
 
-@pytest.mark.parametrize(("model", "factors"), [(tied, ("tie",)), (weighted, ())])
+def spiked():
+    """Two runs hardly ever differ in the width of w."""
+    z = pyro.sample("z", dist.Beta(1.0, 1.0))
+    pyro.sample("w", dist.Normal(0.0, torch.where(z > 0.9999, 0.1, 2.0)))
+
+
+@pytest.mark.parametrize(("model", "factors"), [(tied, ("tie",)), (weighted, ()), (spiked, ())])
 def test_a_prior_whose_density_is_not_that_of_its_draws_is_sampled_by_chains(model, factors):
     assert Latents(Prior(model, factors=factors), torch.arange(1)).is_hierarchical
     assert not latents_of(tied).is_hierarchical

@@ -249,7 +249,7 @@ def test_pairs_give_moments_given_the_covariates():
     x = 3 * torch.randn(500)
     records = records_of(linear, x[:, None], torch.zeros(500), public=("x",), chunk=2000)
     rows = PublicRows({0: x[:, None]}, is_paired=True, seed=0)
-    simulator = Simulator(records, rows, 500, 20_000, 1)
+    simulator = Simulator(records, rows, 500, 20_001, 1)  # the last has no partner
     simulated = simulator.at(torch.zeros(1))
     found = moments(
         simulator.statistics(simulated, [release_at(1.0, 1000.0)]), simulated.scores, True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,12 +37,24 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def full_vectors(count: int) -> int:
-    """``count`` rows or more: the same number for each of torch's threads, in full SIMD vectors.
-    Rows in an incomplete vector are rounded differently, and one record more or less would move
-    other rows there: their clipped ratios could then differ by up to two bounds each.
+    """``count`` rows or more, in full SIMD vectors. Rows in an incomplete vector are rounded
+    differently, and one record more or less would move other rows there: their clipped ratios could
+    then differ by up to two bounds each.
     """
-    each = _VECTOR * torch.get_num_threads()
-    return each * max(1, math.ceil(count / each))
+    return _VECTOR * max(1, math.ceil(count / _VECTOR))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch divides an operation among as many threads as its size needs, and where a thread's part
+    ends is an incomplete vector, too.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 class Arguments:

@@ -92,12 +92,6 @@ class Prior:
             to_support = biject_to(site["fn"].support)
             self.transforms[name] = to_support.inv
             value = to_support.inv(site["value"].detach())
-            ones, other = torch.ones_like(value), biject_to(second.nodes[name]["fn"].support)
-            if not torch.equal(to_support(ones), other(ones)):
-                raise UnfitModel(
-                    f"the support of latent {name!r} changes between runs of the model: sample it"
-                    " in a fixed support and scale the value."
-                )
             self._shapes[name] = value.shape
             samples.append(value)
         dtypes = {sample.dtype for sample in samples}
@@ -157,6 +151,40 @@ class Prior:
         parts = torch.tensor(parts_read(graph, self._sizes))
         return parts.repeat_interleave(torch.tensor(self._sizes))
 
+    def are_sites_independent(self) -> bool:
+        """Whether no site's distribution reads another site, wherever θ is."""
+
+        def term(trace: Trace, name: str) -> Tensor:
+            compute_log_prob(trace, {name})
+            value: Tensor = trace.nodes[name]["log_prob_sum"]
+            return value
+
+        read, count = self._read_for_each_site(term), len(self._sizes)
+        return not any(read[own][k] for own in range(count) for k in range(count) if k != own)
+
+    def _read_for_each_site(self, of: Callable[[Trace, str], Tensor]) -> list[list[bool]]:
+        """For ``of`` a run and each site, whether the result depends on each site."""
+
+        def results(theta: Tensor) -> list[Tensor]:
+            trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
+            return [of(trace, name) for name in self._shapes]
+
+        graph = self._recorded(results, self._drawn)
+        return [parts_read(result_of(graph, k), self._sizes) for k in range(len(self._sizes))]
+
+    def _require_fixed_supports(self) -> None:
+        def end(trace: Trace, name: str) -> Tensor:
+            ones = torch.ones(self._shapes[name], dtype=self.dtype, device=self.device)
+            value: Tensor = biject_to(trace.nodes[name]["fn"].support)(ones)
+            return value
+
+        for name, read in zip(self._shapes, self._read_for_each_site(end), strict=True):
+            if any(read):
+                raise UnfitModel(
+                    f"the support of latent {name!r} changes between runs of the model: sample it"
+                    " in a fixed support and scale the value."
+                )
+
     # -- density -----------------------------------------------------------------------------------
 
     def log_density(self, theta: Tensor) -> float:
@@ -188,10 +216,12 @@ class Prior:
     def _density_program(self) -> GraphModule:
         if "_gradient_program" in self.__dict__:
             return result_of(self._gradient_program, 1)
+        self._require_fixed_supports()
         return self._recorded(self._log_density, self._drawn)
 
     @cached_property
     def _gradient_program(self) -> GraphModule:
+        self._require_fixed_supports()
         return self._recorded(grad_and_value(self._log_density), self._drawn)
 
     def log_density_with(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Arguments, full_vectors, of_full_vectors, pick, replaced
+from .arguments import Arguments, full_vectors, of_full_vectors, one_thread, pick, replaced
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import Program, Recorder
@@ -79,6 +80,7 @@ class RecordDensity:
             self.made_up = MadeUpRecords(model, self.arguments, structure)
         self.prior = self.made_up.prior
         self.observed = structure.observed
+        self._is_in_place = count_is_public  # one record more or less does not move others
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
         together = rows_at_once or (self.num_records if count_is_public else _ROWS_IF_PRIVATE)
         recorder = Recorder(self.made_up, max(1, together))
@@ -116,7 +118,7 @@ class RecordDensity:
     def of(self, records: Tensor) -> RecordDensity:
         """The density of the records with these indices, each at most once. Private data."""
         chosen = self.with_rows(pick(self._rows, records))
-        chosen.__dict__.update(_left_out=self._left_out[records])
+        chosen.__dict__.update(_left_out=self._left_out[records], _is_in_place=False)
         return chosen
 
     def _none_of(self, count: int) -> Tensor:
@@ -222,7 +224,8 @@ class RecordDensity:
             chunk = slice(start, min(start + program.rows, self.num_records))
             rows, gone = [row[chunk] for row in self._rows], self._left_out[chunk]
             rows = replaced(rows, program.made_up, gone)
-            result, fails = of_full_vectors(partial(program, theta), rows, program.made_up)
+            with nullcontext() if self._is_in_place else one_thread():
+                result, fails = of_full_vectors(partial(program, theta), rows, program.made_up)
             gone |= fails.to(gone.device)
             yield chunk, result
 

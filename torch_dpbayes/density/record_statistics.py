@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..per_sample.record_map import RecordMap
-from .arguments import aligned, full_vectors, of_full_vectors
+from .arguments import aligned, full_vectors, of_full_vectors, one_thread
 from .pyro_runs import FLAVOURS, UnfitModel, made_up, public_randomness
 
 _MADE_UP = 3
@@ -58,9 +58,10 @@ class RecordStatistics:
         ]
         for start in range(0, count, whole):
             rows = [arg[start : start + whole] for arg in self._data]
-            found, fails = of_full_vectors(
-                lambda filled, own: self._map(*filled)[:own], rows, stand_ins
-            )
+            with one_thread():
+                found, fails = of_full_vectors(
+                    lambda filled, own: self._map(*filled)[:own], rows, stand_ins
+                )
             yield found.masked_fill(fails[:, None], 0.0)
 
     def _tried(self) -> tuple[list[Tensor], int]:

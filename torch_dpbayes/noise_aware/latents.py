@@ -127,21 +127,13 @@ def half_distance(draws: Tensor) -> Tensor:
 
 
 def is_hierarchical(prior: Prior) -> bool:
-    """Whether latents depend on each other (two runs of the model give different densities), or
-    their density is not that of the sites' draws, because of the model's own factors or weights.
+    """Whether latents depend on each other, or their density is not that of the sites' draws,
+    because of the model's own factors or weights.
     """
-    if prior.factors:
-        return True
     with public_randomness(), without_value_checks():
-        first, second = prior.trace(), prior.trace()
-        for name in prior.transforms:
-            value = first.nodes[name]["value"]
-            if first.nodes[name]["scale"] != 1:
-                return True
-            one, other = (trace.nodes[name]["fn"].log_prob(value) for trace in (first, second))
-            if not torch.equal(one, other):
-                return True
-    return False
+        sites = prior.trace().nodes
+        is_weighted = any(sites[name]["scale"] != 1 for name in prior.transforms)
+        return bool(prior.factors) or is_weighted or not prior.are_sites_independent()
 
 
 class NonCentred:

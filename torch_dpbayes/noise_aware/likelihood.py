@@ -90,8 +90,8 @@ class Moments(NamedTuple):
 def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
     """Moments of ``statistics`` ``[M, q]`` whose records have the scores ``found`` ``[M, d]``."""
     if is_paired:
-        apart = (statistics[0::2] - statistics[1::2]) / math.sqrt(2)
-        inner = (found[0::2] - found[1::2]) / math.sqrt(2)
+        apart = (statistics[:-1:2] - statistics[1::2]) / math.sqrt(2)
+        inner = (found[:-1:2] - found[1::2]) / math.sqrt(2)
     else:
         apart, inner = statistics - statistics.mean(0), found
     count = len(apart)

@@ -118,8 +118,7 @@ def _seen_of(data: Data) -> tuple[Any, ...]:
     """Properties of tensors that a model can read, except values; () for other arguments."""
     if not all(type(t) is Tensor for t in data):
         return ()
-    state = torch.get_default_dtype(), torch.get_num_threads()
-    return tuple((t.shape, t.dtype, t.device, *state) for t in data)
+    return tuple((t.shape, t.dtype, t.device, torch.get_default_dtype()) for t in data)
 
 
 def _is_identity(transform: Any) -> bool:
