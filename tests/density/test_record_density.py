@@ -376,7 +376,7 @@ def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(
             pyro.sample("y", dist.Bernoulli(logits=logits(x, w)), obs=y)
 
     x, y = torch.randn(count, 10).float(), torch.ones(count).float()
-    thetas = torch.randn(30, 10).float()
+    thetas = torch.randn(100, 10).float()
 
     def numbers(records):
         if are_drawn:  # a batch of a data set whose number of records is public
