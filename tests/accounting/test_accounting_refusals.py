@@ -82,7 +82,7 @@ def test_what_is_no_number(value):
 
 def test_settings_that_do_not_go_together(tmp_path):
     is_refused(lambda: PrivacyAccountant(1.0))
-    is_refused(lambda: PrivacyAccountant().get_epsilon())
+    is_refused(lambda: PrivacyAccountant().get_epsilon(), code="budget-delta")
     for path in (":memory:", "", "file:budget.db?mode=memory"):
         is_refused(lambda path=path: PrivacyAccountant(path=path))
     limited, unlimited = tmp_path / "limited.db", tmp_path / "unlimited.db"

@@ -303,7 +303,8 @@ class PrivacyAccountant:
         delta = self.delta if delta is None else events.check_delta(delta)
         if delta is None:
             raise ArgumentError(
-                "this accountant has no budget, so delta is missing: write get_epsilon(delta=1e-5)."
+                "the accountant has no budget, so delta is missing: write get_epsilon(delta=1e-5).",
+                code="budget-delta",
             )
         return delta
 
