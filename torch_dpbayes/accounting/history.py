@@ -285,7 +285,7 @@ class History:
             named[_NAMED:] = [f"{len(named) - _NAMED} others"]
         under, planner = "", "dpb.get_noise_multiplier"
         if rule is not None:
-            planner = "under a filter fewer fit than dpb.get_noise_multiplier says: see remaining()"
+            planner = "dpb.get_noise_multiplier finds too little for a filter: see remaining()"
             why = "a job began after others had charged and may depend on their outputs"
             if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
