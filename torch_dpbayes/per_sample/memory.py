@@ -115,12 +115,6 @@ def _is_among(storage: Any, values: Iterable[Any]) -> bool:
     return False
 
 
-def alone(rows: Tensor) -> Tensor:
-    """``rows`` in memory without others, which an earlier map could have left there."""
-    rows = rows.contiguous()
-    return rows if storage_of(rows).nbytes() == rows.nbytes else rows.clone()
-
-
 def shared(copies: Tensor) -> Tensor:
     """Note that copies of a parameter, one for each record, share one memory."""
     setattr(storage_of(copies), _SHARED, True)

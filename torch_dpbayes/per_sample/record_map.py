@@ -35,10 +35,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
 from ..processes import Lock
-from .derived import LOOKS, holds_records
+from .derived import LOOKS, holds_records, storage_of
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .memory import OfOneMap, alone, in_order, require_seen, shared
+from .memory import OfOneMap, in_order, require_seen, shared
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -168,7 +168,10 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         one memory; each record has its own random numbers. Results have records in dimension 0.
         """
         require_no_modes()
-        rows, found = [*map(alone, tensors), *map(shared, copies)], list[Tensor]()
+        rows, found = [*map(Tensor.contiguous, tensors)], list[Tensor]()
+        # an earlier map could have left rows in memory around these
+        rows = [t if storage_of(t).nbytes() == t.nbytes else t.clone() for t in rows]
+        rows += map(shared, copies)
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
         with as_traced():
