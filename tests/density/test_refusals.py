@@ -133,6 +133,9 @@ def collapsed(y):
 DATA_ELSEWHERE = torch.randn(9)
 NORMAL, COIN = dist.Normal(0.0, 1.0), dist.Bernoulli(0.5)
 OTHER_COIN = {"infer": {"enumerate": "sequential"}}
+SHIFTED = dist.TransformedDistribution(
+    dist.Exponential(torch.tensor(1.0)), [dist.transforms.AffineTransform(2.0, 1.0)]
+)
 VON_MISES = dist.VonMises(torch.zeros(1), 1.0).to_event(1)
 SEEN = torch.tensor([True, False])
 BETA = partial(dist.Beta, 1.0, 1.0)
@@ -167,6 +170,7 @@ STRUCTURE = {  # what shapes alone say
     "rarely moving support": rarely_moving_support,
     "improper": with_latent(lambda y: dist.ImproperUniform(dist.constraints.real, (), ())),
     "angle": with_latent(lambda y: VON_MISES),
+    "shifted": with_latent(lambda y: SHIFTED),
     "point": with_latent(lambda y: dist.Delta(torch.tensor(0.0))),
     "two angles": with_latent(lambda y: dist.SineBivariateVonMises(0.0, 0.0, 1.0, 1.0, 0.5)),
     "masked latent": in_a_handler(lambda: poutine.mask(mask=False)),

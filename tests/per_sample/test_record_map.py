@@ -436,6 +436,13 @@ def test_a_tensor_of_an_earlier_pass_is_refused(copied, use):
     refused(lambda: records(lambda slices: [use(records, slices[0], left[0])], rows), "model-kept")
 
 
+def test_a_view_of_other_rows_of_the_same_memory_is_refused():
+    view, left, data = torch.func.vmap(lambda t: t.view_as(t)), list[Tensor](), torch.randn(4, 3)
+    RecordMap(2)(lambda slices: [left.append(view(slices[0])) or slices[0]], [data[:2]])
+    other = RecordMap(2)
+    refused(lambda: other(lambda slices: [view(slices[0]) + left[0]], [data[2:]]), "model-kept")
+
+
 @pytest.mark.parametrize(
     "transformed",
     [
@@ -726,6 +733,9 @@ def test_a_mode_around_the_model_is_refused(make, model):
         (x,) = delivered(torch.randn(4, 6))
         with pytest.raises(CannotBeMapped), mode():
             net(x)
+    (x,) = delivered(torch.randn(4, 6))
+    with pytest.raises(CannotBeMapped, match="transform of the caller"):
+        torch.func.vmap(lambda _: net(x))(torch.ones(2))
 
 
 def test_rows_that_torch_puts_behind_others_leave_the_map():

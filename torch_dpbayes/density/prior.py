@@ -16,7 +16,7 @@ from pyro.distributions import (
     VonMises,
 )
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import TransformedDistribution, biject_to
 from torch.func import grad_and_value
 from torch.fx import GraphModule
 
@@ -322,6 +322,15 @@ def _require_proper(name: str, site: Any) -> None:
             raise UnfitModel(
                 f"latent {name!r} is a Delta, so a chain cannot move it: write its value."
             )
+        if type(distribution).support is TransformedDistribution.support:
+            supports = [distribution.base_dist.support]
+            supports += [transform.codomain for transform in distribution.transforms]
+            pairs = zip(supports, distribution.transforms, strict=False)
+            if any(_from_reals(support) != _from_reals(t.domain) for support, t in pairs):
+                raise UnfitModel(
+                    f"torch does not know the support of latent {name!r}, a transformed"
+                    " distribution: sample the base distribution, and transform its value."
+                )
         if isinstance(distribution, MaskedDistribution):
             masks.append(getattr(distribution, _MASK))
         distribution = getattr(distribution, "base_dist", None)
@@ -331,3 +340,9 @@ def _require_proper(name: str, site: Any) -> None:
             f"a mask or a scale of 0 removes the prior of latent {name!r}: write a wide Normal in"
             " its place, or remove the latent."
         )
+
+
+def _from_reals(support: Any) -> Any:
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return biject_to(support)

@@ -193,6 +193,7 @@ class BookkeepingGradientSource(GradientSource):
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
+        require_no_modes()
         self._records = n
         leaves = [layer.anchor for layer in self._layers]
         self._versions = []
@@ -204,7 +205,6 @@ class BookkeepingGradientSource(GradientSource):
             # a single layer, which draws no random numbers, needs no map
             is_one_layer = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
             if is_one_layer and len(rows) == 1 and self.mapped.loss is None and self.follows:
-                require_no_modes()
                 self.record_map = _WholeBatch()
                 with as_traced():
                     return of_one(rows), leaves

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
 from ..processes import Lock
-from .derived import LOOKS, holds_records
+from .derived import LOOKS, holds_records, storage_of
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
 from .memory import OfOneMap, in_order, require_seen, shared
@@ -168,7 +168,10 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         one memory; each record has its own random numbers. Results have records in dimension 0.
         """
         require_no_modes()
-        rows, found = [*map(Tensor.contiguous, tensors), *map(shared, copies)], list[Tensor]()
+        rows, found = [*map(Tensor.contiguous, tensors)], list[Tensor]()
+        # an earlier map could have left rows in memory around these
+        rows = [t if storage_of(t).nbytes() == t.nbytes else t.clone() for t in rows]
+        rows += map(shared, copies)
         self._streams = torch.default_generator, *torch.cuda.default_generators
         self._seeds = [*map(_seed_of, self._streams)]
         with as_traced():
@@ -533,7 +536,14 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def require_no_modes() -> None:
-    """Refuse modes of the caller: they see tensors that hold all records."""
+    """Refuse modes of the caller: they see tensors that hold all records. Refuse its transforms: a
+    tensor that a map left could have the level of another map's transforms.
+    """
+    if functorch.maybe_current_level() is not None:
+        raise CannotBeMapped(
+            "it runs inside a transform of the caller (torch.func.vmap, grad): call it outside, or"
+            " write the transform in the model"
+        )
     if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
         return
     names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
