@@ -139,6 +139,7 @@ UNKNOWN = [
     RandomAllocationDpEvent(3, events.PureDpEvent(1.0)),
     events.UserLevelDpEvent(events.UserLevelDpEvent(STEP)),
     upstream.UnsupportedDpEvent(),
+    upstream.ComposedDpEvent(iter([STEP])),
     dpa.SampledWithReplacementDpEvent(10, 2, events.GaussianDpEvent(1.0)),
     1.0,
 ]
@@ -174,7 +175,7 @@ def test_events_that_give_no_guarantee_under_a_relation(relation, event):
 @pytest.mark.parametrize(
     ("mean", "shape"),
     [(1.0, 1.0), (0.5, 0.0), (math.inf, 1.0), (math.nan, 1.0), (3.0, -1.0), (3.0, 1.1),
-     (1e9, 1.0), (1e4, -0.9)],
+     (1e9, 1.0), (1e4, -0.9), (1 + 1e-12, 1.0), (1e5, -0.99)],
 )  # fmt: skip
 def test_laws_of_a_selection_out_of_range(mean, shape):
     is_refused(lambda: Repetitions(mean, shape))

@@ -172,6 +172,13 @@ def test_discrete_gaussian_noise_of_several_or_unknown_coordinates_is_concentrat
         assert found == [(events.ZCDpEvent(9 / 8 * (1 + 1e-15)), 1)]
 
 
+def test_a_sensitivity_that_is_a_whole_number_up_to_round_off():
+    for given, moved in ((0.29 * 100, 29.0), (49 * (1 / 49), 1.0), (2.9, 2.0)):
+        assert given < math.ceil(given)
+        found = [*events.elementary(mechanisms.DiscreteGaussianDpEvent(9.0, given, 1))]
+        assert found == [(mechanisms.DiscreteGaussianDpEvent(9.0, moved, 1), 1)]
+
+
 def test_the_renyi_curve_of_discrete_gaussian_noise_is_its_sum():
     alpha = np.array([1.1, 1.5, 2.0, 3.3, 7.0])
     for std, move in ((0.1, 1), (0.4, 2), (1.7, 1), (3.0, 2)):

@@ -202,13 +202,28 @@ def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):
         one(net, optimizer, next(iter(loader)))
 
 
-def test_a_pass_is_not_drawn_again_in_one_process(monkeypatch):
-    """Its later steps add no charge by which the accountant could tell."""
-    net, optimizer, loader = private(**ALLOCATION, generator=generator(monkeypatch))
+def test_a_pass_is_not_drawn_again(monkeypatch):
+    """Its later steps add no charge by which a filled accountant, saved apart, could tell. An empty
+    one begins where the state was saved.
+    """
+    run = partial(private, **ALLOCATION)
+    net, optimizer, loader = run(generator=generator(monkeypatch))
     one(net, optimizer, next(iter(loader)))
     state = copy.deepcopy(optimizer.state_dict())
     one(net, optimizer, next(iter(loader)))
-    optimizer.load_state_dict(state)
+    engine = dpb.PrivacyEngine(dpb.PrivacyAccountant())
+    engine.accountant.load_state_dict(optimizer.accountant.state_dict())
+    for filled in (optimizer, run(engine=engine, generator=generator(monkeypatch))[1]):
+        with refused("checkpoint"):
+            filled.load_state_dict(state)
+    run(engine=engine)[1].load_state_dict(state)  # it draws other batches
+    for is_repeated in (False, True):
+        stream = torch.Generator().manual_seed(torch.initial_seed())
+        net, optimizer, loader = run(generator=stream)
+        optimizer.load_state_dict(state)
+        if not is_repeated:
+            train(net, optimizer, loader)
+            assert len(optimizer.accountant) == 1
     with refused("noise-repeats"):
         next(iter(loader))
 

@@ -293,6 +293,11 @@ def _(event: NoOpDpEvent, count: int) -> Parts:
 
 @parts_of.register
 def _(event: ComposedDpEvent, count: int) -> Parts:
+    if not isinstance(event.events, list | tuple):
+        raise ArgumentTypeError(
+            "a ComposedDpEvent needs a list of events: a generator is empty when it is read again,"
+            " so a second charge would cost nothing."
+        )
     for part in event.events:
         yield from parts_of(part, count)
 

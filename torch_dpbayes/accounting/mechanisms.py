@@ -33,7 +33,7 @@ _MOST_LOSSES = 2**16  # of a discrete release; one with more counts as pure, by 
 _LARGEST_STD = 1e5  # of discrete Gaussian noise; losses of all values are computed
 _LARGEST_MOVE = 50.0  # in standard deviations; one larger move costs an epsilon above 1000
 _ONE = 1e-9  # tolerance for probabilities that must add up to 1
-_ROUND_OFF = 1e-12  # relative error of a binomial probability
+_ROUND_OFF = 1e-12  # relative error of a binomial probability, and of a computed sensitivity
 
 
 @attr.frozen
@@ -117,8 +117,9 @@ def _(event: DiscreteGaussianDpEvent, count: int) -> Parts:
         yield events.NonPrivateDpEvent(), count
     elif event.dimension != 1 or max(sigma, sensitivity) > _LARGEST_STD:
         yield from parts_of(events.ZCDpEvent((sensitivity / sigma) ** 2 / 2 * (1 + 1e-15)), count)
-    elif sensitivity >= 1:  # a sum of whole numbers moves by a whole number
-        yield DiscreteGaussianDpEvent(sigma, float(math.floor(sensitivity)), 1), count
+    # a sum of whole numbers moves by a whole number; 100 * 0.29, which is rounded down, means 29
+    elif move := math.floor(sensitivity * (1 + _ROUND_OFF)):
+        yield DiscreteGaussianDpEvent(sigma, float(move), 1), count
 
 
 @parts_of.register

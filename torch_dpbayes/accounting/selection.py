@@ -35,7 +35,7 @@ from .events import DpEvent, Neighboring, NeighboringRelation
 from .risk import profiles, trade_offs
 
 _UNSEEN = 1e-32  # probability of larger K, which are replaced by the largest K
-_MOST_RUNS = 2**20
+_LEAST_MEAN, _MOST_RUNS = 1.000001, 2**20
 _DRAWING = 1e-7  # bound on the relative error of the probabilities with which K is drawn
 
 
@@ -44,7 +44,7 @@ class Repetitions:
     """The distribution of the number of runs: truncated negative binomial.
 
     Args:
-        mean: the expected number of runs, above 1.
+        mean: the expected number of runs, at least 1.000001.
         shape: eta, above -1 and at most 1. 1: geometric distribution; 0: logarithmic distribution.
             A smaller value costs less, but very small and very large numbers are more probable.
     """
@@ -55,8 +55,10 @@ class Repetitions:
     def __post_init__(self) -> None:
         if not -1 < self.shape <= 1:
             raise ArgumentError(f"shape must be above -1 and at most 1, got {self.shape!r}.")
-        if not 1 < self.mean < math.inf:
-            raise ArgumentError(f"mean must be above 1 and finite, got {self.mean!r}.")
+        if not _LEAST_MEAN <= self.mean < math.inf:
+            raise ArgumentError(
+                f"mean must be at least {_LEAST_MEAN} and finite, got {self.mean!r}."
+            )
         if self._most > _MOST_RUNS:
             raise ArgumentError(
                 f"with a mean of {self.mean:g} runs at shape {self.shape:g} there may be more than"
@@ -70,6 +72,8 @@ class Repetitions:
         def excess(log_gamma: float) -> float:
             return _mean(math.exp(log_gamma), self.shape) - self.mean
 
+        if excess(-600.0) <= 0:
+            return math.ulp(0.0)  # refused, because K may be too large
         return math.exp(optimize.brentq(excess, -600.0, -1e-9, xtol=1e-14))
 
     @property
