@@ -44,11 +44,12 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         high *= 2
     low = high / 2
     while gaussian_delta(low, epsilon) > delta:
-        low /= 2
-    solution = optimize.brentq(
-        lambda mu: gaussian_delta(mu, epsilon) - delta, low, high, xtol=1e-300, rtol=1e-12
-    )
-    return float(solution) * (1 - 1e-9)
+        low, high = low / 2, low
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        is_private = gaussian_delta(middle, epsilon) <= delta
+        low, high = (middle, high) if is_private else (low, middle)
+    return low
 
 
 def advantage_sum(counts: Mapping[Pair, int]) -> float:
@@ -101,7 +102,7 @@ def _epsilon_of(delta_at: Callable[[float], float], delta: float) -> float:
     def log_excess(e: float) -> float:
         return math.log(max(delta_at(e), 1e-300) / delta)
 
-    found = float(optimize.brentq(log_excess, 0.0, high, xtol=1e-300, rtol=1e-13))
+    found = float(optimize.brentq(log_excess, 0.0, high, xtol=1e-300, rtol=1e-13, disp=False))
     margin = 1e-13 * found
     while delta_at(found) > delta:
         found, margin = found + margin, 2 * margin
