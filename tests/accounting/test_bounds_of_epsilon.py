@@ -34,6 +34,7 @@ from torch_dpbayes.accounting.gdp import (
     advantage_sum,
     gaussian_delta,
     gaussian_epsilon,
+    gaussian_mu,
     sampled_epsilon,
 )
 from torch_dpbayes.accounting.privacy_loss import loss_nodes
@@ -408,3 +409,18 @@ def test_losses_below_a_cap_keep_their_mass(kind):
         mass = (1 - q) * stats.norm.cdf(x / z) + q * stats.norm.cdf((x - 1) / z)
     assert found.masses.sum() == pytest.approx(mass, rel=1e-6)
     assert found.masses[found.losses > -most].sum() < 0.99 * mass
+
+
+@pytest.mark.parametrize("mu", [1e-11, 1e-9, 1e-6, 1e-3])
+def test_huge_noise_is_rounded_to_the_safe_side(mu):
+    """Where the two terms of delta nearly cancel, and epsilon is below a root's usual tolerance."""
+
+    def true(mu, epsilon):
+        a, b = (sign * mpmath.mpf(mu) / 2 - mpmath.mpf(epsilon) / mu for sign in (1, -1))
+        return mpmath.ncdf(a) - mpmath.exp(epsilon) * mpmath.ncdf(b)
+
+    for epsilon in (mu * np.linspace(0.1, 10, 25)).tolist():
+        delta = float(true(mu, epsilon))
+        assert gaussian_delta(mu, epsilon) >= true(mu, epsilon)
+        assert epsilon * (1 - 1e-12) <= gaussian_epsilon(mu, delta) <= epsilon * (1 + 1e-2)
+        assert mu * (1 - 1e-2) <= gaussian_mu(epsilon, delta) <= mu

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from scipy import optimize, special
@@ -19,28 +20,21 @@ _MARGIN = 1e-12  # relative error of distribution functions
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
     """Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu), rounded up (Balle and Wang 2018,
-    Theorem 8).
+    Theorem 8), with a small relative error even in the tail.
     """
-    if mu == 0:
+    above = float(special.log_ndtr(mu / 2 - epsilon / mu)) if mu else -math.inf
+    if above == -math.inf:
         return 0.0
-    first = float(special.ndtr(mu / 2 - epsilon / mu)) * (1 + 1e-15)
-    if mu > _LARGE_MU:
-        return first
-    second = float(np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
-    return first - second * (1 - 1e-15)
+    below = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
+    error = 1e-15 * (1 + epsilon - above)
+    return math.exp(above) * -math.expm1(min(below - above - error, 0.0)) * (1 + _MARGIN + error)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """The least epsilon >= 0 at ``delta`` of a Gaussian, rounded up."""
-    if gaussian_delta(mu, 0.0) <= delta:
-        return 0.0
-    largest = mu**2 / 2 - mu * float(special.ndtri(delta))
     if mu > _LARGE_MU:
-        return largest * (1 + 1e-10)
-    solution = optimize.brentq(
-        lambda e: gaussian_delta(mu, e) - delta, 0.0, largest, xtol=1e-14, rtol=1e-12
-    )
-    return float(solution) * (1 + 1e-10)
+        return (mu**2 / 2 - mu * float(special.ndtri(delta))) * (1 + 1e-10)
+    return _epsilon_of(partial(gaussian_delta, mu), delta)
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -50,11 +44,12 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         high *= 2
     low = high / 2
     while gaussian_delta(low, epsilon) > delta:
-        low /= 2
-    solution = optimize.brentq(
-        lambda mu: gaussian_delta(mu, epsilon) - delta, low, high, xtol=1e-15, rtol=1e-12
-    )
-    return float(solution) * (1 - 1e-9)
+        low, high = low / 2, low
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        is_private = gaussian_delta(middle, epsilon) <= delta
+        low, high = (middle, high) if is_private else (low, middle)
+    return low
 
 
 def advantage_sum(counts: Mapping[Pair, int]) -> float:
@@ -83,7 +78,7 @@ def sampled_delta(pair: Sampled | Mixed, epsilon: float) -> float:
         return math.fsum(weight * sampled_delta(part, epsilon) for weight, part in pair.parts)
     q, mu = pair.rate, 1 / pair.noise
     if pair.kind != "antipodal":
-        return q * _profile(mu, float(unsampled_loss(np.array([epsilon]), q)[0]))
+        return q * gaussian_delta(mu, float(unsampled_loss(np.array([epsilon]), q)[0]))
     x = float(sampled_point(pair, np.array([epsilon]))[0])
     near, middle, far = (float(special.ndtr((at - x) * mu)) for at in (1.0, 0.0, -1.0))
     grown = math.exp(epsilon)
@@ -91,28 +86,25 @@ def sampled_delta(pair: Sampled | Mixed, epsilon: float) -> float:
     return max(found, 0.0) + _MARGIN * (q * near + math.expm1(epsilon) * middle)
 
 
-def _profile(mu: float, epsilon: float) -> float:
-    """delta of the Gaussian at ``epsilon`` >= 0, with a small relative error even in the tail."""
-    above = float(special.log_ndtr(mu / 2 - epsilon / mu))
-    below = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
-    error = 1e-15 * (1 + epsilon - above)
-    return math.exp(above) * -math.expm1(min(below - above - error, 0.0)) * (1 + _MARGIN + error)
-
-
 def sampled_epsilon(pair: Sampled | Mixed, delta: float) -> float:
     """epsilon at ``delta`` of one release, rounded up."""
-    if sampled_delta(pair, 0.0) <= delta:
+    return _epsilon_of(partial(sampled_delta, pair), delta)
+
+
+def _epsilon_of(delta_at: Callable[[float], float], delta: float) -> float:
+    """The least epsilon >= 0 at which a falling function is at most ``delta``, rounded up."""
+    if delta_at(0.0) <= delta:
         return 0.0
     high = 1e-9
-    while sampled_delta(pair, high) > delta:
+    while delta_at(high) > delta:
         high *= 4
 
     def log_excess(e: float) -> float:
-        return math.log(max(sampled_delta(pair, e), 1e-300) / delta)
+        return math.log(max(delta_at(e), 1e-300) / delta)
 
-    found = float(optimize.brentq(log_excess, 0.0, high, xtol=1e-300, rtol=1e-13))
+    found = float(optimize.brentq(log_excess, 0.0, high, xtol=1e-300, rtol=1e-13, disp=False))
     margin = 1e-13 * found
-    while sampled_delta(pair, found) > delta:
+    while delta_at(found) > delta:
         found, margin = found + margin, 2 * margin
     return found
 
