@@ -63,6 +63,13 @@ def test_a_replaced_record_moves_an_answer_twice_as_far():
     assert costs[0].get_epsilon(DELTA) == costs[1].get_epsilon(DELTA) > 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_mixture_that_moves_for_certain_costs_what_dp_accounting_says():
+    accountant = PrivacyAccountant()
+    accountant.compose(upstream.MixtureOfGaussiansDpEvent(1.0, [3.0, 4.0], [0.5, 0.5]))
+    assert accountant.get_epsilon(1e-6) == pytest.approx(25.10045, rel=1e-6)
+
+
 @pytest.mark.parametrize("rate", [1e-6, 0.1, 1.0])
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 1e-7), (60.0, 0.0)])
 def test_poisson_batches_amplify_what_is_known_by_epsilon_and_delta(rate, epsilon, delta):

@@ -276,16 +276,17 @@ def _(pair: pairs.GaussianMixture, tail: float, interval: float | None = None) -
 
 def _mixture_loss(pair: pairs.GaussianMixture, x: Array) -> Array:
     exponents = [move * x - move**2 / 2 for move in pair.moves]
-    small = np.maximum.reduce(exponents) < 30
+    near = np.maximum.reduce(exponents) < 30
     stay, total = max(1 - math.fsum(pair.chances), 0.0), np.zeros(len(x))
     for exponent, chance in zip(exponents, pair.chances, strict=True):
         total += chance * np.expm1(np.minimum(exponent, 30.0))
-    found = np.log1p(np.maximum(total, -1 + 1e-300))
-    if not small.all():
+    near &= total > -0.5
+    found = np.log1p(np.where(near, total, 0.0))
+    if not near.all():
         logs = np.full(len(x), math.log(stay) if stay else -math.inf)
         for exponent, chance in zip(exponents, pair.chances, strict=True):
             logs = np.logaddexp(logs, math.log(chance) + exponent)
-        found = np.where(small, found, logs)
+        found = np.where(near, found, logs)
     return found
 
 
