@@ -139,7 +139,7 @@ UNKNOWN = [
     RandomAllocationDpEvent(3, events.PureDpEvent(1.0)),
     events.UserLevelDpEvent(events.UserLevelDpEvent(STEP)),
     upstream.UnsupportedDpEvent(),
-    upstream.ComposedDpEvent(iter([STEP])),
+    upstream.ComposedDpEvent({STEP}),
     dpa.SampledWithReplacementDpEvent(10, 2, events.GaussianDpEvent(1.0)),
     1.0,
 ]

@@ -343,12 +343,16 @@ def test_where_numbers_lie_does_not_depend_on_other_records(n):
     assert seen == [((14, 7, 1), (15, 5, 1), (15, 5, 1), 0), ((1,), (0,), True)]
 
 
+@pytest.mark.parametrize("dims", [None, 2, 4])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_what_attention_returns_lies_in_one_order(dropout):
-    """Positions before heads, whichever kernel computes it; reshaping heads then copies nothing."""
+def test_what_attention_returns_lies_in_one_order(dropout, dims):
+    """Positions before heads, whichever kernel computes it; reshaping heads then copies nothing.
+    A mask of the record's own does not lead to another kernel.
+    """
 
     def of_one(slices):
-        found = F.scaled_dot_product_attention(*slices, dropout_p=dropout)
+        mask = None if dims is None else (slices[0].abs() >= 0.0)[(0,) * (4 - dims)][..., :1]
+        found = F.scaled_dot_product_attention(*slices, mask, dropout_p=dropout)
         assert found.stride()[1:] == (4, 12, 1)
         assert found.transpose(1, 2).is_contiguous()
         return [found]

@@ -383,6 +383,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         function, operands = F.scaled_dot_product_attention, [query, key, value]
         if attn_mask is not None:
             operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
+            self._track(operands[-1])
 
         def run(*tensors: Tensor) -> Tensor:
             q, k, v, *mask = (t.squeeze(1) for t in tensors)
