@@ -54,8 +54,8 @@ def test_what_a_reader_has_to_read_is_little():
         nn.functional.cross_entropy(out, y).backward()
         _, functions, files, of_step = run_by(optimizer.step)
     assert functions <= 42 and files <= 14
-    # of torch and of Python, too; 97 and 76 mostly, 104 with torch 2.12
-    assert calls <= 106 and of_step <= 78
+    # of torch and of Python, too; 100 and 76 mostly, 107 with torch 2.12
+    assert calls <= 108 and of_step <= 78
 
     plain, private = iter(DataLoader(loader.dataset, batch_size=256)), iter(loader)
     next(plain), next(private)
