@@ -423,4 +423,5 @@ def test_huge_noise_is_rounded_to_the_safe_side(mu):
         delta = float(true(mu, epsilon))
         assert gaussian_delta(mu, epsilon) >= true(mu, epsilon)
         assert epsilon * (1 - 1e-12) <= gaussian_epsilon(mu, delta) <= epsilon * (1 + 1e-2)
+        assert gaussian_delta(mu, gaussian_epsilon(mu, delta)) <= delta
         assert mu * (1 - 1e-2) <= gaussian_mu(epsilon, delta) <= mu
