@@ -161,6 +161,10 @@ STRUCTURE = {  # what shapes alone say
     "subsample_size": subsampled(len, subsample_size=5),
     "subsample": subsampled(lambda y: 10 * len(y), subsample=torch.arange(9)),
     "iterated": sequential,
+    "latents of an iterated plate": with_latent(
+        lambda y: dist.Normal(sum(weights(f"m{i}") for i in pyro.plate("few", 3)), 1.0)
+    ),
+    "a matrix that torch cannot map": with_latent(lambda y: dist.Wishart(9.0, torch.eye(2))),
     "enumerated sequentially": in_the_plate(
         lambda m, y: pyro.sample("y", dist.Normal(pyro.sample("z", COIN, **OTHER_COIN), 1.0), obs=y)
     ),

@@ -89,7 +89,13 @@ class Prior:
         for name in sorted(latents):
             site = first.nodes[name]
             _require_proper(name, site)
-            to_support = biject_to(site["fn"].support)
+            try:
+                to_support = biject_to(site["fn"].support)
+            except NotImplementedError:
+                raise UnfitModel(
+                    f"torch has no map from real numbers to the values of latent {name!r}: for a"
+                    " covariance matrix sample LKJCholesky and the standard deviations."
+                ) from None
             self.transforms[name] = to_support.inv
             value = to_support.inv(site["value"].detach())
             self._shapes[name] = value.shape

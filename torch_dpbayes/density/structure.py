@@ -132,7 +132,7 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
 
 def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
     """Dimension and size of the data plate."""
-    found: dict[str, set[tuple[int | None, int]]] = {}
+    found: dict[str, set[tuple[int, int]]] = {}
     for site in trace.nodes.values():
         if site["type"] != "sample":
             continue
@@ -144,8 +144,12 @@ def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
         for frame in site["cond_indep_stack"]:
             if frame.full_size not in (None, frame.size):
                 raise _subsamples(frame.name)
-            dim = frame.dim if frame.vectorized else None
-            found.setdefault(frame.name, set()).add((dim, frame.size))
+            if not frame.vectorized:
+                raise UnfitModel(
+                    f"the plate {frame.name!r} is iterated over: write range(n) in its place, or,"
+                    f" for the records, with pyro.plate({plate!r}, ...):"
+                )
+            found.setdefault(frame.name, set()).add((frame.dim, frame.size))
     if plate not in found:
         others = f"its plates are {sorted(found)}" if found else "it has no plate"
         raise UnfitModel(
@@ -159,11 +163,6 @@ def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
             " all observations into one."
         )
     ((dim, size),) = found[plate]
-    if dim is None:
-        raise UnfitModel(
-            f"the plate {plate!r} is iterated over: write it as a context, with"
-            f" pyro.plate({plate!r}, ...), which is vectorised."
-        )
     return dim, size
 
 
