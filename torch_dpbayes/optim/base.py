@@ -102,13 +102,20 @@ class PrivateOptimizer(DeclaredOptimizer):
                 if self._log_prior is not None:
                     slopes = priors.gradients(self._log_prior, layout)
                 if not self._cannot_overflow(layout, largest, slopes):
-                    saved = _Saved(self, layout)
+                    values = [p.detach().clone() for p in layout.parameters]
+                    saved = values, self._copied_state({id(p): p for p in self._parameters()})
                 # collect the clipped sum, check that nothing changed, charge, add noise
                 if release.take(layout, self._settings, largest):
                     priors.add(slopes, layout, self._constants.num_data)
                     self._update(layout.groups)
-                    if saved is not None:
-                        saved.require_finite()
+                    if saved is not None and (broken := _not_finite(layout)):
+                        torch._foreach_copy_(layout.parameters, saved[0])
+                        Optimizer.__setstate__(self, saved[1])
+                        raise DivergedError(
+                            f"{broken!r} is not finite after this step: use a smaller lr (now"
+                            f" {', '.join(str(g['lr']) for g in self.param_groups)}). Parameters"
+                            " and state are unchanged; the charge stays."
+                        )
             except BaseException:
                 release.forget_parts()
                 if self._layout is not None:
@@ -230,12 +237,16 @@ class PrivateOptimizer(DeclaredOptimizer):
         for name, value in vars(self).items():
             if name.startswith("_") and not name.startswith("_optimizer_"):
                 setattr(copy, name, value)
-        Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
+        Optimizer.__setstate__(copy, self._copied_state(memo))
         pairs = zip(self._parameters(), copy._parameters(), strict=True)
         is_other = any(own is not copied for own, copied in pairs)
         copy.release = self.release.duplicate(has_other_parameters=is_other)
         copy._layout = None
         return copy
+
+    def _copied_state(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """A copy of torch's part: groups, state and defaults."""
+        return deepcopy(Optimizer.__getstate__(self), memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ArgumentTypeError(
@@ -332,41 +343,3 @@ def _largest_norm(layout: Layout) -> float:
 def _not_finite(layout: Layout) -> str:
     """Name of a parameter that is not finite, or an empty string."""
     return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
-
-
-class _Saved:
-    """Parameters, groups and state of an optimizer before a step that may overflow."""
-
-    def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
-        self._optimizer, self._layout = optimizer, layout
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._parameters = [p.detach().clone() for p in layout.parameters]
-        self._states = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
-            for p in layout.parameters
-        ]
-
-    def require_finite(self) -> None:
-        """After the step: if a number is not finite, restore everything and raise an error."""
-        optimizer, layout = self._optimizer, self._layout
-        options = (
-            name
-            for group in optimizer.param_groups
-            for name, value in group.items()
-            if name != "prior_std" and isinstance(value, float) and not math.isfinite(value)
-        )
-        if not (broken := _not_finite(layout) or next(options, "")):
-            return
-        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
-            group.clear()
-            group.update(before)
-        for p, old, state in zip(layout.parameters, self._parameters, self._states, strict=True):
-            p.copy_(old)
-            optimizer.state[p] = state
-        for part in layout.groups:
-            part.kept.clear()  # built anew from the state
-        raise DivergedError(
-            f"{broken!r} is not finite after this step: use a smaller lr (now"
-            f" {', '.join(str(g['lr']) for g in optimizer.param_groups)}). Parameters and state are"
-            " unchanged; the charge stays."
-        )
