@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 from operator import itemgetter
@@ -26,8 +26,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..accounting import events
 from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError, reading_state
-from ..release import GroupGradient, Layout, require_public
-from . import checkpoints, priors
+from ..release import GroupGradient, Layout, Release, require_public
+from . import priors
 from .declared import DeclaredOptimizer
 
 _ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
@@ -262,15 +262,19 @@ class PrivateOptimizer(DeclaredOptimizer):
         """torch's state, the accountant's history, and the streams of noise and sampling if
         the caller passed ``generator=``.
         """
-        state = super().state_dict()
-        state["private_step"] = private = {
+        release = self.release
+        private: dict[str, Any] = {
             "algorithm": type(self).__name__,
             "shapes": self._shapes(),
-            **checkpoints.state_of(self.release),
+            "accountant": release.accountant.state_dict(),
         }
+        if release.noise.generator is not None:
+            private["noise"] = release.noise.generator.get_state()
+        if release.draws is not None and release.draws.generator is not None:
+            private["sampler"] = release.draws.position()
         if self.derives_clip_norm:
             private["derived_noise"] = self._derived_noise
-        return state
+        return {**super().state_dict(), "private_step": private}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume. The accountant must contain the charges of the saved run; an empty one copies
@@ -306,7 +310,10 @@ class PrivateOptimizer(DeclaredOptimizer):
                     f"the parameter groups of the state have no {name}: build the optimizer with"
                     " the arguments of the saved run"
                 )
-        checkpoints.resume_charges(self.release, private)
+        noise, draws = self.release.noise.generator, self.release.draws
+        if "sampler" not in private or draws is None or draws.generator is None:
+            draws = None  # these draws do not go on from the saved position
+        _resume_charges(self.release, private, draws)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
@@ -314,9 +321,45 @@ class PrivateOptimizer(DeclaredOptimizer):
                 # torch has rounded it to the parameter's dtype
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
-        checkpoints.resume_streams(self.release, private)
+        self.release.start_afresh()
+        if "noise" in private and noise is not None:
+            noise.set_state(private["noise"])
+        if draws is not None:
+            draws.resume(private["sampler"])
         self._resume_bound(private.get("derived_noise"))
         self._layout = None
+
+
+def _resume_charges(release: Release, saved: Mapping[str, Any], draws: Any) -> None:
+    """Check that the accountant contains the saved run's charges; an empty one copies them.
+    ``draws``: the sampler, if it goes on from the saved position.
+
+    Raises:
+        ValueError: a charge is missing, or the saved run's batches would be drawn again.
+    """
+    if draws is not None:
+        draws.require_position(saved["sampler"])
+    accountant, releases = release.accountant, len(release.accountant)
+    charged = sum(int(count) for _, count, *_ in saved["accountant"]["history"])
+    speaks = release.ranks is None or release.ranks.rank == 0
+    # other ranks' states name the job of rank 0: rank 0 compares the jobs, and it adds the noise
+    if speaks or accountant.path is not None or releases < charged:
+        accountant.resume(saved["accountant"])
+        if speaks and accountant.path is None and not releases and len(accountant):
+            _log.warning(
+                "resumed with an accountant in memory: releases after this state was saved, or from"
+                " another copy of it, are not counted. PrivacyAccountant(path=...) counts all."
+            )
+    if draws is None:
+        return
+    # later steps of a pass that is paid add no charge by which a filled accountant could tell
+    is_paid = saved["sampler"].get("charged_noise") is not None
+    if len(accountant) > charged or (is_paid and releases):
+        later = "may count steps" if is_paid else "was charged"
+        raise CheckpointError(
+            f"the accountant {later} after this state was saved, and the DataLoader's generator="
+            " would draw those batches again, with other noise: leave it out."
+        )
 
 
 # -- parameters stay finite ------------------------------------------------------------------------
