@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Never, Required, TypedDict, TypeVar
+from typing import Any, Final, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..release import Release
 from .priors import LogPrior, PriorStd
 
-Shown = TypeVar("Shown")
 _LARGEST_NOISE_MULTIPLIER = 1e30
 _WASTE = 1.02  # above this ratio to the floor, the sampler's own noise counts as larger
 
@@ -93,19 +92,9 @@ class Settings:
 NAMES = tuple(Settings.__dataclass_fields__)
 
 
-class ReadOnly(property, Generic[Shown]):
-    """A read-only attribute: steps are charged for its value."""
-
-    def __init__(self, name: str, doc: str) -> None:
-        super().__init__(attrgetter(name))
-        self.__doc__ = doc
-
-    if TYPE_CHECKING:  # type checkers do not see a property that is not a decorator
-
-        def __get__(  # type: ignore[override]
-            self, instance: object, owner: type | None = None, /
-        ) -> Shown: ...
-        def __set__(self, instance: object, value: Never, /) -> None: ...
+def read_only(name: str, doc: str) -> Any:
+    """A property that shows the attribute ``name``: steps are charged for its value."""
+    return property(attrgetter(name), doc=doc)
 
 
 class OwnNoise(Optimizer):
@@ -194,29 +183,31 @@ class OwnNoise(Optimizer):
 
     # -- public constants and reports --------------------------------------------------------------
 
-    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Every step is charged to it.")
-    num_data = ReadOnly[int]("_constants.num_data", "N, the public number of records.")
-    expected_batch_size = ReadOnly[float](
+    accountant: Final[PrivacyAccountant] = read_only(
+        "release.accountant", "Steps are charged to it."
+    )
+    num_data: Final[int] = read_only("_constants.num_data", "N, the public number of records.")
+    expected_batch_size: Final[float] = read_only(
         "_constants.expected_batch_size", "B, the public expected batch size."
     )
-    max_grad_norm = ReadOnly[float](
+    max_grad_norm: Final[float] = read_only(
         "_constants.max_grad_norm", "C, the clip norm of one record's gradient, given or derived."
     )
-    derives_clip_norm = ReadOnly[bool](
+    derives_clip_norm: Final[bool] = read_only(
         "_derives_bound", "Whether C is derived from lr, temperature and noise."
     )
-    noise_multiplier = ReadOnly[float](
+    noise_multiplier: Final[float] = read_only(
         "_constants.noise_multiplier", "z_min, the floor under the noise multiplier."
     )
-    temperature = ReadOnly[float | None](
+    temperature: Final[float | None] = read_only(
         "_constants.temperature",
         "T of the target ∝ exp(−U/T); None if lr, clip norm and noise determine it.",
     )
-    sampling = ReadOnly[str | None](
+    sampling: Final[str | None] = read_only(
         "release.sampling",
         'The sampling scheme, such as "poisson" or "recordwise"; None if it is not stated.',
     )
-    independence = ReadOnly[str](
+    independence: Final[str] = read_only(
         "release.independence",
         "How records are kept apart: by construction, or as the user vouches.",
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Final, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..noise import add_gaussian, check_positive, digest, in_cache
 from ..per_sample.gradient_source import GradientSource
 from ..release import ClippedSum, GroupGradient, Layout
 from .base import PrivateOptimizer
-from .settings import Options, ReadOnly, require_fraction
+from .settings import Options, read_only, require_fraction
 
 
 class DPSGFS(PrivateOptimizer):
@@ -141,8 +141,8 @@ class DPSGFS(PrivateOptimizer):
             "sensitivity_scale": self._query.scale_digest,
         }
 
-    fisher = ReadOnly[Literal["full", "diagonal"]]("_fisher", '"full" or "diagonal".')
-    fisher_share = ReadOnly[float](
+    fisher: Final[Literal["full", "diagonal"]] = read_only("_fisher", '"full" or "diagonal".')
+    fisher_share: Final[float] = read_only(
         "_fisher_share", "ϕ: (zC²/σ_F)², the weight of the Fisher release."
     )
 
