@@ -121,13 +121,10 @@ class ClippedSum:
 
     A query that releases more is a subclass: it states the number of further values, fills
     ``layout.extra`` with them, adds their noise, and states the noise multiplier at which a release
-    of the clipped sum alone would cost the same. ``independence`` states how records are kept
-    apart; if it is empty, the source of gradients states it.
+    of the clipped sum alone would cost the same.
 
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
     """
-
-    independence = ""
 
     def __init__(self, max_grad_norm: float, expected_batch_size: float) -> None:
         # Python floats: immutable, and never rounded to a lower precision
@@ -260,11 +257,6 @@ class Release:
         new.start_afresh()
         return new
 
-    @property
-    def independence(self) -> str:
-        """How model and loss keep records independent of each other."""
-        return self.query.independence or self.source.independence
-
     def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
         """A buffer for the release of these parameter groups; begins a new sum."""
         self.forget_parts()
@@ -300,7 +292,7 @@ class Release:
             self._charge_and_release(layout, settings, smallest, others)
         if self.draws is not None:
             self.draws.mark_used()
-        if (independence := self.query.independence or self.source.independence) != self._stated:
+        if (independence := self.source.independence) != self._stated:
             self.accountant.note(f"{self.label}: records are kept apart {independence}")
             if self.bound_from:
                 self.accountant.note(f"{self.label}: {self.bound_from}")

@@ -208,7 +208,7 @@ class OwnNoise(Optimizer):
         'The sampling scheme, such as "poisson" or "recordwise"; None if it is not stated.',
     )
     independence: Final[str] = read_only(
-        "release.independence",
+        "release.source.independence",
         "How records are kept apart: by construction, or as the user vouches.",
     )
 
