@@ -99,8 +99,8 @@ class PrivateOptimizer(DeclaredOptimizer):
                         part.prior_stds = priors.stds(part.group, part.names, part.parameters)
                 largest = _largest_norm(layout)
                 slopes = saved = None
-                if self._log_prior is not None:
-                    slopes = priors.gradients(self._log_prior, layout)
+                if (log_prior := self._constants.log_prior) is not None:
+                    slopes = priors.gradients(log_prior, layout)
                 if not self._cannot_overflow(layout, largest, slopes):
                     values = [p.detach().clone() for p in layout.parameters]
                     saved = values, self._copied_state({id(p): p for p in self._parameters()})
@@ -152,7 +152,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         bound, c = largest, self._constants
         for part in layout.groups:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
-            scale = (c.num_data + 12 * noise) * c.max_grad_norm / c.expected_batch_size
+            scale = (c.num_data + 12 * noise) * self.max_grad_norm / c.expected_batch_size
             if slopes is not None:
                 pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
             else:

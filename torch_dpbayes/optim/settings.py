@@ -21,6 +21,8 @@ from ..release import Release
 from .priors import LogPrior, PriorStd
 
 _LARGEST_NOISE_MULTIPLIER = 1e30
+# of all groups; they determine the distribution of a release
+NAMES = tuple("num_data expected_batch_size max_grad_norm noise_multiplier temperature".split())
 _WASTE = 1.02  # above this ratio to the floor, the sampler's own noise counts as larger
 
 
@@ -45,19 +47,25 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of all parameter groups. Arguments as for
-    :class:`~torch_dpbayes.optim.DPSGLD`. ``temperature`` = None: it is derived from the noise.
+    """The checked arguments of every private optimizer; :class:`DPSGLD
+    <torch_dpbayes.optim.DPSGLD>` explains each.
 
     Raises:
-        ValueError, TypeError: an argument is out of range.
+        ValueError, TypeError: an argument is out of range, or arguments contradict each other.
     """
 
     num_data: int
     expected_batch_size: float
-    max_grad_norm: float
-    noise_multiplier: float
-    temperature: float | None
-    sampling: str | None
+    max_grad_norm: float | None = None
+    noise_multiplier: float = 0.0
+    temperature: float | None = None
+    prior_std: PriorStd = 1.0
+    prior_mean: float = 0.0
+    log_prior: LogPrior | None = None
+    sampling: str | None = None
+    accountant: PrivacyAccountant | None = None
+    generator: torch.Generator | None = None
+    assume_independent_records: bool = False
 
     def __post_init__(self) -> None:
         n, z = events.positive_count(self.num_data, "num_data"), self.noise_multiplier
@@ -73,9 +81,10 @@ class Settings:
                 " sampling rate"
             )
         # so that sums of squares over 2¹⁴ records are finite in float32
-        if not 1e-12 <= self.max_grad_norm <= 1e12 or batch < 1e-6:
+        clip = 1.0 if self.max_grad_norm is None else self.max_grad_norm
+        if not 1e-12 <= clip <= 1e12 or batch < 1e-6:
             raise ArgumentError(
-                f"max_grad_norm = {self.max_grad_norm}, expected_batch_size = {batch}: sums would"
+                f"max_grad_norm = {clip}, expected_batch_size = {batch}: sums would"
                 " overflow in float32. Use a clip norm from 1e-12 to 1e12, batches of 1e-6 or more"
             )
         if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
@@ -87,9 +96,9 @@ class Settings:
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
             )
-
-
-NAMES = tuple(Settings.__dataclass_fields__)
+        if self.log_prior is not None and not callable(self.log_prior):
+            raise ArgumentTypeError(f"log_prior must be a function, got {self.log_prior!r}")
+        require_flag("assume_independent_records", self.assume_independent_records)
 
 
 def read_only(name: str, doc: str) -> Any:
@@ -117,7 +126,7 @@ class OwnNoise(Optimizer):
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         """z_L = (B/C)·√(2aT/(ηN)) of a group whose lr η is positive."""
         c, heat = self._constants, 2 * self._friction(group) * self._temperature_of(group)
-        scale = c.expected_batch_size / c.max_grad_norm
+        scale = c.expected_batch_size / self.max_grad_norm
         return scale * math.sqrt(heat / (group["lr"] * c.num_data))
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
@@ -133,13 +142,13 @@ class OwnNoise(Optimizer):
     def _heat(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/B²."""
         c = self._constants
-        ratio = noise_multiplier * c.max_grad_norm / c.expected_batch_size
+        ratio = noise_multiplier * self.max_grad_norm / c.expected_batch_size
         return float(group["lr"] * c.num_data * ratio**2)
 
     def _free_lr(self, group: dict[str, Any]) -> float:
         """The largest lr whose z_L is at least the floor, which is positive here."""
         c = self._constants
-        ratio = c.expected_batch_size / (c.max_grad_norm * c.noise_multiplier)
+        ratio = c.expected_batch_size / (self.max_grad_norm * c.noise_multiplier)
         temperature = 1.0 if c.temperature is None else c.temperature
         return 2 * self._friction(group) * temperature * ratio**2 / c.num_data
 
