@@ -122,7 +122,7 @@ class DPSGFS(PrivateOptimizer):
                 "sensitivity_scale must be a vector of positive finite numbers, one for each of"
                 f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
             )
-        self._query.set_scale(scale)
+        self._query.scale = scale
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
         is_full, share = self._fisher == "full", self._fisher_share
@@ -135,11 +135,9 @@ class DPSGFS(PrivateOptimizer):
         return query
 
     def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {
-            "fisher": self._fisher,
-            "fisher_share": self.fisher_share,
-            "sensitivity_scale": self._query.scale_digest,
-        }
+        scale = "" if self._query.scale is None else digest([self._query.scale], 64).hex()
+        own = {"fisher": self._fisher, "fisher_share": self.fisher_share}
+        return {**super()._settings(), **own, "sensitivity_scale": scale}
 
     fisher: Final[Literal["full", "diagonal"]] = read_only("_fisher", '"full" or "diagonal".')
     fisher_share: Final[float] = read_only(
@@ -159,7 +157,7 @@ class DPSGFS(PrivateOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:  # sets F to the saved one
         super()._load(state_dict)
-        self._query.set_scale(None)
+        self._query.scale = None
         if (scale := state_dict["private_step"]["sensitivity_scale"]) is not None:
             self._set_scale(scale)
 
@@ -291,12 +289,6 @@ class FisherSum(ClippedSum):
         super().__init__(max_grad_norm, expected_batch_size)
         self.is_full, self.share = is_full, share
         self.scale: Tensor | None = None
-        self.scale_digest = ""
-
-    def set_scale(self, scale: Tensor | None) -> None:
-        """Set F."""
-        self.scale = scale
-        self.scale_digest = "" if scale is None else digest([scale], 64).hex()
 
     def extra_size(self, num_parameters: int, device: torch.device) -> int:
         if not self.is_full:
