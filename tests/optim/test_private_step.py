@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.release import Layout, trainable_members
+from torch_dpbayes.release import ClippedSum, Layout
 
 HOOKS = {"grad_sample_mode": "hooks", "assume_independent_records": True}
 cross_entropy = nn.functional.cross_entropy
@@ -94,8 +94,8 @@ def test_sums_are_wide_enough_for_their_records():
         (8.0, torch.float64, torch.float64),
         (8.0, torch.float16, torch.float32),
     ):
-        members = trainable_members([{"params": [zeros(5, dtype=dtype)]}])
-        assert Layout(members, 0, records, is_shared=False).buffer.dtype == expected
+        groups, query = [{"params": [zeros(5, dtype=dtype)]}], ClippedSum(1.0, records)
+        assert Layout(groups, query, is_shared=False).buffer.dtype == expected
 
 
 # -- one step on each draw, every record once ------------------------------------------------------
