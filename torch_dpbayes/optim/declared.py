@@ -43,7 +43,19 @@ class DeclaredOptimizer(OwnNoise):
         cls.__signature__ = inspect.Signature(own)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        _require_arguments(cls, args, options)
+        """Refuse unknown and missing arguments, and values of records."""
+        try:
+            given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
+        except TypeError as error:
+            raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
+        # a subclass that passes all on as keywords names none of them
+        needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
+        if missing := sorted(needed - given, reverse=True):
+            raise ArgumentTypeError(
+                f"{cls.__name__} also needs {', '.join(missing)}: pass"
+                f" optimizer=partial({cls.__name__}, lr=0.1) to PrivacyEngine().make_private, which"
+                " knows the rest"
+            )
         require_public(f"an argument of {cls.__name__}", [*args, *options.values()])
         return super().__new__(cls)
 
@@ -226,24 +238,6 @@ class DeclaredOptimizer(OwnNoise):
 
     def _repr_html_(self) -> str:
         return words.html(self, self._numbers, self.accountant)
-
-
-def _require_arguments(
-    cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    """Say in plain words which arguments are missing."""
-    try:
-        given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
-    except TypeError as error:
-        raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
-    # a subclass that passes all on as keywords names none of them
-    needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
-    if missing := sorted(needed - given, reverse=True):
-        raise ArgumentTypeError(
-            f"{cls.__name__} also needs {', '.join(missing)}: pass"
-            f" optimizer=partial({cls.__name__}, lr=0.1) to PrivacyEngine().make_private, which"
-            " knows the rest"
-        )
 
 
 def _require_prior_std(group: Mapping[str, Any]) -> None:
