@@ -86,27 +86,26 @@ class GroupGradient:
 class Layout:
     """The flat buffer of one release, which holds Σ clip(g), then S, then S/B.
 
-    After the gradient come ``extra_size`` further numbers that are released and, for several ranks,
-    a flag: not 0 if a rank failed after all had agreed to take the step. Norms, sums and noise are
+    After the gradient come the query's further numbers, which are released, and for several ranks a
+    flag: not 0 if a rank failed after all had agreed to take the step. Norms, sums and noise are
     in float64 if a parameter is, or if very many records are added. ``is_plain``: all parameters
     have the type of the sum. ``beta``: 0.0 if the next sum replaces the gradient.
     """
 
     beta = 0.0
 
-    def __init__(
-        self, members: list[Member], extra_size: int, records: float, *, is_shared: bool
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], query: ClippedSum, *, is_shared: bool) -> None:
+        members = _trainable_members(groups)
         self.parameters = [p for _, _, parameters in members for p in parameters]
         self.names = [name for _, names, _ in members for name in names]
         self.named = list(zip(self.names, self.parameters, strict=True))
         types, self.device = {p.dtype for p in self.parameters}, self.parameters[0].device
-        is_wide = records >= _MANY_RECORDS or torch.float64 in types
+        is_wide = query.expected_batch_size >= _MANY_RECORDS or torch.float64 in types
         self.dtype = torch.float64 if is_wide else torch.float32
         self.is_plain = types == {self.dtype}
         sizes = [p.numel() for p in self.parameters]
         self.description = repr((self.names, sizes, self.dtype))
-        whole = [sum(sizes), extra_size, int(is_shared)]
+        whole = [sum(sizes), query.extra_size(sum(sizes), self.device), int(is_shared)]
         self.buffer = torch.zeros(sum(whole), dtype=self.dtype, device=self.device)
         self.gradient, self.extra, self.failed = self.buffer.split(whole)
         self.rest = self.buffer[whole[0] :]
@@ -121,13 +120,10 @@ class ClippedSum:
 
     A query that releases more is a subclass: it states the number of further values, fills
     ``layout.extra`` with them, adds their noise, and states the noise multiplier at which a release
-    of the clipped sum alone would cost the same. ``independence`` states how records are kept
-    apart; if it is empty, the source of gradients states it.
+    of the clipped sum alone would cost the same.
 
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
     """
-
-    independence = ""
 
     def __init__(self, max_grad_norm: float, expected_batch_size: float) -> None:
         # Python floats: immutable, and never rounded to a lower precision
@@ -260,21 +256,12 @@ class Release:
         new.start_afresh()
         return new
 
-    @property
-    def independence(self) -> str:
-        """How model and loss keep records independent of each other."""
-        return self.query.independence or self.source.independence
-
     def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
         """A buffer for the release of these parameter groups; begins a new sum."""
         self.forget_parts()
-        members = trainable_members(groups)
-        parameters = [p for _, _, own in members for p in own]
-        extra = self.query.extra_size(sum(p.numel() for p in parameters), parameters[0].device)
         if self.fixed is not None:  # compare the values of the fixed tensors once
             self.fixed.look_closely()
-        records = self.query.expected_batch_size
-        return Layout(members, extra, records, is_shared=self.ranks is not None)
+        return Layout(groups, self.query, is_shared=self.ranks is not None)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -300,7 +287,7 @@ class Release:
             self._charge_and_release(layout, settings, smallest, others)
         if self.draws is not None:
             self.draws.mark_used()
-        if (independence := self.query.independence or self.source.independence) != self._stated:
+        if (independence := self.source.independence) != self._stated:
             self.accountant.note(f"{self.label}: records are kept apart {independence}")
             if self.bound_from:
                 self.accountant.note(f"{self.label}: {self.bound_from}")
@@ -467,7 +454,7 @@ def options_of(group: dict[str, Any]) -> list[Any]:
     return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
 
 
-def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
+def _trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
     """The parameter groups of an optimizer that have trainable parameters, all on one device."""
     members: list[Member] = []
     for i, group in enumerate(groups):

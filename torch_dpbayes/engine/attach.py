@@ -1,36 +1,24 @@
-"""Makes the private loader, attaches it and the source of gradients to model and optimizer, and
-checks that all ranks have the same settings.
+"""Attaches the private loader and the source of gradients to model and optimizer, and checks that
+all ranks have the same settings.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import opacus
 import torch
-from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
 
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader, users_collate
-from ..batches.sampler import PoissonSampler
-from ..batches.sampling_schemes import TruncatedPoissonSampler, Users, UserSampler
 from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import digest, stream_position
@@ -43,7 +31,7 @@ from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
 from ..release import options_of
 from .plan import Run
-from .settings import SCHEMES, Settings
+from .settings import Settings
 
 # the accountant of a model's last training
 _accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
@@ -54,13 +42,6 @@ _CHARGED_ELSEWHERE = (
 _log = logging.getLogger("torch_dpbayes")
 
 
-def run_of(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None) -> Run:
-    """A run and its loader. Changes nothing."""
-    accountant = settings.accountant(found)
-    target = settings.target(accountant)
-    return Run(settings, private_loader(settings, ranks), accountant, target, ranks)
-
-
 def made_private(
     settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None, *, is_alone: bool
 ) -> tuple[PrivateOptimizer, PoissonLoader]:
@@ -69,7 +50,7 @@ def made_private(
     """
     module = settings.module
     refuse_wrapped(module)
-    run = run_of(settings, found, ranks)
+    run = Run(settings, found, ranks)
     loader, draws, accountant = run.loader, run.draws, run.accountant
     optimizer, floor = run.optimizer()
     if optimizer.noise_multiplier < floor:
@@ -79,7 +60,7 @@ def made_private(
             f" {floor:.4f}: build it with this noise, or pass a factory",
             code="optimizer-settings",
         )
-    require_own_streams(optimizer, loader)
+    _require_own_streams(optimizer, loader)
     is_vouched = settings.assume_independent_records
     of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
     source = _source_for(settings, loader, is_in_parts=ranks is not None)
@@ -233,85 +214,7 @@ def _check_consistent(
     sampler.draw_from(torch.tensor(state, dtype=torch.uint8))
 
 
-# -- the loader -----------------------------------------------------------------------------------
-
-
-def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoader:
-    """A private loader that replaces the user's loader, or an error with the reason."""
-    data_loader = settings.data_loader
-    if not isinstance(data_loader, DataLoader):
-        raise ArgumentTypeError(
-            f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
-        )
-    if isinstance(data_loader.dataset, IterableDataset):
-        raise ArgumentError(
-            "an iterable data set decides the order of its records, so records cannot be drawn at"
-            " random. Use a map-style data set (__len__ and __getitem__).",
-            code="loader-iterable",
-        )
-    records: Any = data_loader.dataset
-    if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
-        rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
-        if isinstance(draws, UserSampler):  # keep the size of batches, not the rate of users
-            if settings.user_ids is None:
-                raise ArgumentError(
-                    "this loader draws users, and without user_ids= only records would be"
-                    " protected: pass user_ids= again, or a new DataLoader"
-                )
-            rate *= draws.counted_records / len(records)
-        is_plain = settings.sampling == "poisson" and settings.max_batch_size is None
-        if is_plain and settings.user_ids is None:
-            return PoissonLoader(data_loader, rate, ranks)
-        return _drawing(settings, rate * len(records), ranks)
-    if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
-        raise ArgumentError(
-            "a batch sampler decides which records share a batch, but records must be drawn"
-            " independently. Pass DataLoader(dataset, batch_size=...): Poisson sampling draws"
-            " batches of this expected size.",
-            code="loader-sampler",
-        )
-    sampler: Any = data_loader.sampler
-    is_known = type(sampler) in (SequentialSampler, RandomSampler)
-    if not is_known or getattr(sampler, "replacement", False) or len(sampler) != len(records):
-        raise ArgumentError(
-            f"{type(sampler).__name__} does not visit every record once per pass: leave out"
-            " sampler=, also on several ranks, and use torch.utils.data.Subset for a part of the"
-            " data.",
-            code="loader-sampler",
-        )
-    return _drawing(settings, data_loader.batch_size, ranks)
-
-
-def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) -> PoissonLoader:
-    """The loader that draws batches of this expected size."""
-    data_loader, most = settings.data_loader, settings.max_batch_size
-    dataset: Any = data_loader.dataset
-    size, draws = len(dataset), partial(SCHEMES[settings.sampling])
-    if settings.user_ids is not None:
-        users = Users(settings.user_ids, size, settings.records_per_user)
-        size, draws = users.counted_records, partial(UserSampler, users=users)
-    if batch_size > size:
-        raise ArgumentError(
-            f"batch_size = {batch_size:g} is larger than the {size} records that can join a batch:"
-            " pass a smaller one, or a larger records_per_user="
-        )
-    if most is not None and most < batch_size:
-        raise ArgumentError(
-            f"max_batch_size = {most} is below the batch size {batch_size:g}, so most draws would"
-            " be cut: pass a smaller batch_size, or a larger max_batch_size"
-        )
-    if settings.user_ids is None and batch_size == size:  # full batches: all schemes are equal
-        draws = partial(PoissonSampler)
-    elif settings.sampling == "fixed_size":
-        batch_size = round(batch_size)
-    elif settings.sampling == "random_allocation":
-        batch_size = size / math.ceil(size / batch_size - 1e-9)
-    elif most is not None:
-        draws = partial(TruncatedPoissonSampler, max_batch_size=most)
-    return PoissonLoader(data_loader, batch_size / size, ranks, draws)
-
-
-def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
+def _require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
     noise, draws = optimizer.release.noise.generator, loader.sampler_of_draws.generator
     if draws is None:
         return

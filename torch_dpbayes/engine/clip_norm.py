@@ -100,7 +100,7 @@ def share_of(release: Release, noise_multiplier: float, bound: float, norms: Ten
     if release.sample_rate < 1:
         event = events.PoissonSampledDpEvent(release.sample_rate, event)
     release.accountant.compose(event, label=_COUNT)
-    release.accountant.note(f"{_COUNT}: records are kept apart {release.independence}")
+    release.accountant.note(f"{_COUNT}: records are kept apart {release.source.independence}")
     # a ramp, not a jump: one added record changes the rounding of all norms
     longer = norms.double().nan_to_num(nan=math.inf, posinf=math.inf) / bound
     total = longer.sub(1).mul(100).clamp(-0.5, 0.5).sum()

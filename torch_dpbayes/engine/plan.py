@@ -6,22 +6,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import noise_multiplier_for, total_multiplier
-from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
-from ..batches.poisson_loader import PoissonLoader
-from ..batches.sampler import PoissonSampler
+from ..accounting.events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    SelfComposedDpEvent,
+    check_epsilon,
+)
 from ..distributed import CALIBRATION, Ranks
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..posterior.calibration import event_of as event_of_calibration
-from .settings import Settings, is_held
+from .settings import Settings, private_loader
 
 _ALL = 0.995  # a target counts as used above this share
 _MOST = 0.8  # of a target: if this share is spent, the rest needs twice the noise
@@ -33,7 +37,9 @@ _OF_OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost and the distribution of a run, predicted before anything is spent."""
+    """The cost and the distribution of a run, predicted before anything is spent. ``epsilon`` is
+    that of all charges at the end of the run.
+    """
 
     langevin_noise_multiplier: float
     noise_multiplier: float
@@ -52,12 +58,7 @@ class Plan:
     lr: float
     free_lr: float
     unused_noise: str
-    epsilon_at_end: Callable[[], float] = field(repr=False, compare=False)
-
-    @cached_property
-    def epsilon(self) -> float:
-        """ε of everything on the accountant at the end; computed on demand."""
-        return self.epsilon_at_end()
+    epsilon: float
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook
@@ -125,27 +126,45 @@ class Plan:
         return lines
 
 
-@dataclass(frozen=True)
 class Run:
     """A private run before it begins. ``target``: the accountant's total ε at the end of the run;
     None if the noise is given.
     """
 
-    settings: Settings[Any]
-    loader: PoissonLoader
-    accountant: PrivacyAccountant
-    target: float | None
-    ranks: Ranks | None
-
-    @property
-    def draws(self) -> PoissonSampler:
-        """The loader's sampler."""
-        return self.loader.sampler_of_draws
+    def __init__(
+        self, settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None
+    ) -> None:
+        self.settings, self.ranks = settings, ranks
+        self.accountant = settings.accountant(found)
+        self.target = settings.target_epsilon
+        if settings.additional_epsilon is not None:
+            if self._is_held:
+                raise ArgumentError(
+                    "additional_epsilon does not work here: this accountant's guarantee is always"
+                    " its whole budget. Pass the budget as target_epsilon",
+                    code="budget-whole",
+                )
+            share = check_epsilon(settings.additional_epsilon)
+            self.target = self.accountant.get_epsilon(self.delta) + share
+        self.loader = private_loader(settings, ranks)
+        self.draws = self.loader.sampler_of_draws
+        self._after: list[DpEvent] = []  # reserved for the end of the run
 
     @property
     def delta(self) -> float:
-        """δ of the run."""
-        return self.settings.delta(self.accountant)
+        """δ of the run; if none is given, that of the accountant's budget."""
+        given = self.settings.target_delta
+        if (delta := self.accountant.delta if given is None else given) is None:
+            raise ArgumentError(
+                "target_delta is needed, because the accountant has no budget with a delta",
+                code="budget-delta",
+            )
+        return delta
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
+        return self.accountant.is_later_job or self.accountant.guarantee == "filter"
 
     def optimizer(self) -> tuple[PrivateOptimizer, float]:
         """The optimizer, and the noise floor at which the accountant's history and this run
@@ -165,6 +184,7 @@ class Run:
                 )
             whole = total_multiplier(self.accountant, self.target, self.delta)
             self.draws.reserved = whole / math.sqrt(share)
+            self._after = [event_of_calibration(self.draws.reserved)]
 
         def plain(noise_multiplier: float) -> DpEvent:
             return self.draws.event(GaussianDpEvent(noise_multiplier))
@@ -194,21 +214,16 @@ class Run:
                     " target_delta= within it",
                     code="budget-target",
                 )
-        if is_held(accountant) and (epsilon, delta) != budget:
+        if self._is_held and (epsilon, delta) != budget:
             raise ArgumentError(
                 f"this accountant's guarantee is always its whole budget, {budget}: pass this as"
                 " the target, or use make_private. accountant.summary() says why.",
                 code="budget-whole",
             )
 
-    @property
-    def _after(self) -> list[DpEvent]:
-        """The events that are reserved for the end of the run."""
-        return [] if self.draws.reserved is None else [event_of_calibration(self.draws.reserved)]
-
     def _enough_noise(self, event: Callable[[float], DpEvent]) -> float:
         """The least noise multiplier at which all passes fit."""
-        found = partial(self._calibrated, event, self.loader.num_charges(self.settings.passes))
+        found = partial(self._calibrated, event, self.loader.num_charges(self.settings.epochs))
         # rank 0 decides: a ledger may be charged meanwhile, and machines may round differently
         return found() if self.ranks is None else self.ranks.from_rank_0(CALIBRATION, found)
 
@@ -216,13 +231,11 @@ class Run:
         accountant, after = self.accountant, self._after
 
         def fits(noise_multiplier: float) -> bool:
-            if not after:
-                return accountant.remaining(event(noise_multiplier)) >= steps
             run = SelfComposedDpEvent(event(noise_multiplier), steps)
             return accountant.remaining(ComposedDpEvent([run, *after])) >= 1
 
         low = 0.01
-        if self.target is not None and not is_held(accountant):
+        if self.target is not None and not self._is_held:
             low = noise_multiplier_for(
                 event,
                 target_epsilon=self.target,
@@ -255,37 +268,39 @@ class Run:
             **{name: getattr(optimizer, name) for name in _OF_OPTIMIZER},
             num_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
             sample_rate=self.loader.sample_rate,
-            steps=self.settings.passes * len(self.loader),
+            steps=self.settings.epochs * len(self.loader),
             delta=self.delta,
             target_epsilon=self.target,
             calibration_noise_multiplier=self.draws.reserved,
             lr=max(float(group["lr"]) for group in optimizer.param_groups),
-            epsilon_at_end=self._epsilon_at_end(optimizer),
+            epsilon=self._epsilon_at_end(optimizer),
         )
 
-    def _epsilon_at_end(self, optimizer: PrivateOptimizer) -> Callable[[], float]:
-        """ε from the charges so far and this run; later charges do not change it."""
+    def _epsilon_at_end(self, optimizer: PrivateOptimizer) -> float:
+        """ε of the charges so far and of this run."""
         accountant, delta = self.accountant, self.delta
         if accountant.guarantee == "filter":
-            return partial(float, accountant.get_epsilon(delta))
-        if is_held(accountant):
-            epsilon = accountant.epsilon if delta == accountant.delta else None
-            return partial(float, math.inf if epsilon is None else epsilon)
-        z = optimizer.effective_noise_multiplier
-        released = [(charge.event, charge.count) for charge in accountant.history]
-        if math.isfinite(z):
+            return accountant.get_epsilon(delta)
+        if self._is_held:
+            budget = accountant.epsilon if delta == accountant.delta else None
+            return math.inf if budget is None else budget
+        together = PrivacyAccountant(
+            method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
+        )
+        for charge in accountant.history:
+            together.compose(charge.event, charge.count)
+        if math.isfinite(z := optimizer.effective_noise_multiplier):
             # the loader's scheme: make_private has not set that of a built optimizer yet
-            charges = self.loader.num_charges(self.settings.passes)
-            released.append((self.event(optimizer, z), charges))
-        released += [(event, 1) for event in self._after]
-
-        of = {name: getattr(accountant, name) for name in ("method", "neighboring", "unit")}
-        return partial(_epsilon_of, released, of, delta)
+            charges = self.loader.num_charges(self.settings.epochs)
+            together.compose(self.event(optimizer, z), charges)
+        for event in self._after:
+            together.compose(event)
+        return together.get_epsilon(delta)
 
     def warnings(self, optimizer: PrivateOptimizer) -> list[str]:
         """The plan's warnings, and one if most of the target was spent before."""
         plan, accountant = self.plan(optimizer), self.accountant
-        if self.target is None or not len(accountant) or is_held(accountant):
+        if self.target is None or not len(accountant) or self._is_held:
             return plan.warnings
         if (spent := accountant.get_epsilon(self.delta)) < _MOST * self.target:
             return plan.warnings
@@ -300,29 +315,25 @@ class Run:
         """The optimizer that a factory makes for this model and loader, or the built one if its
         values agree.
         """
-        accountant, module, optimizer = (
-            self.accountant,
-            self.settings.module,
-            self.settings.optimizer,
-        )
-        given: dict[str, Any] = {
+        accountant, optimizer = self.accountant, self.settings.optimizer
+        given = {
             "max_grad_norm": self.settings.max_grad_norm,
             "noise_multiplier": noise_multiplier,
             "num_data": self.draws.counted_records,
             "expected_batch_size": self.loader.expected_batch_size,
         }
         stated = {name: value for name, value in given.items() if value is not None}
+        trained = [(n, p) for n, p in self.settings.module.named_parameters() if p.requires_grad]
         built: Any = optimizer
         if not isinstance(optimizer, PrivateOptimizer):
             _check_factory(optimizer, {**stated, "accountant": accountant})
-            parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-            if not parameters:
+            if not trained:
                 raise ArgumentError(
                     "all parameters of the model are frozen: there is nothing to sample"
                 )
             # for other schemes, the optimizer must not assume anything until make_private binds it
             sampling = "poisson" if self.draws.scheme == "poisson" else None
-            built = optimizer(parameters, **stated, sampling=sampling, accountant=accountant)
+            built = optimizer(trained, **stated, sampling=sampling, accountant=accountant)
         if not isinstance(built, PrivateOptimizer):
             raise _not_private(f"{type(built).__name__}, which the factory made,")
         if built.accountant is not accountant:
@@ -335,8 +346,7 @@ class Run:
             if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
                 raise _differs(name, getattr(built, name), value)
         mine = {id(p) for group in built.param_groups for p in group["params"] if p.requires_grad}
-        theirs = {id(p) for p in module.parameters() if p.requires_grad}
-        if mine != theirs:
+        if mine != {id(p) for _, p in trained}:
             raise ArgumentError(
                 "the optimizer must have exactly the model's trainable parameters, because a"
                 " gradient is clipped over all of them: use parameter groups for different"
@@ -344,13 +354,6 @@ class Run:
                 code="optimizer-parameters",
             )
         return built
-
-
-def _epsilon_of(released: list[tuple[DpEvent, int]], of: dict[str, Any], delta: float) -> float:
-    accountant = PrivacyAccountant(**of)
-    for event, count in released:
-        accountant.compose(event, count)
-    return accountant.get_epsilon(delta)
 
 
 def _check_factory(optimizer: Any, called_with: dict[str, Any]) -> None:

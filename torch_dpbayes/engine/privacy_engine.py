@@ -20,8 +20,8 @@ from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
 from ..posterior import files
 from ..posterior.outputs import difference_of, require_same_buffers
-from .attach import made_private, run_of
-from .plan import Plan
+from .attach import made_private
+from .plan import Plan, Run
 from .settings import Examples, ModuleT, OptimizerFactory, Options, settings_of
 
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
@@ -309,7 +309,7 @@ class PrivacyEngine:
             additional_epsilon=additional_epsilon,
             calibrate=calibrate,
         )
-        run = run_of(settings, self._accountant, self._ranks)
+        run = Run(settings, self._accountant, self._ranks)
         return run.plan(run.optimizer()[0])
 
     def _made_private(self, options: Mapping[str, Any], **target: Any) -> Any:

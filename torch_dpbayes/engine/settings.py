@@ -1,18 +1,37 @@
-"""The settings of a private run, which make_private, make_private_with_epsilon and plan share."""
+"""The settings of a private run, which make_private, make_private_with_epsilon and plan share, and
+the loader that they ask for.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Required, TypedDict, TypeVar
 
+from opacus.data_loader import DPDataLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import Unit, check_epsilon, positive_count
+from ..accounting.events import Unit, positive_count
+from ..batches.poisson_loader import PoissonLoader
 from ..batches.sampler import PoissonSampler
-from ..batches.sampling_schemes import FixedSizeSampler, RandomAllocationSampler
+from ..batches.sampling_schemes import (
+    FixedSizeSampler,
+    RandomAllocationSampler,
+    TruncatedPoissonSampler,
+    Users,
+    UserSampler,
+)
+from ..distributed import Ranks
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..optim.settings import Options as OfOptimizers
@@ -77,7 +96,7 @@ class Settings(Generic[ModuleT]):
     target_epsilon: float | None = None
     additional_epsilon: float | None = None
     target_delta: float | None = None
-    epochs: int | None = None
+    epochs: int = 1
     calibrate: float | None = None
 
     def __post_init__(self) -> None:
@@ -100,8 +119,7 @@ class Settings(Generic[ModuleT]):
                 raise ArgumentError(
                     "calibrate= protects records, but user_ids= protects users: leave one out"
                 )
-        if self.epochs is not None:
-            positive_count(self.epochs, "epochs")
+        positive_count(self.epochs, "epochs")
         if self.grad_sample_mode not in (None, "bookkeeping", "vmap", "hooks"):
             raise ArgumentError(
                 'grad_sample_mode must be "bookkeeping" (the default, as Opacus\' "ghost"), "vmap"'
@@ -160,35 +178,6 @@ class Settings(Generic[ModuleT]):
             ' PrivacyEngine(PrivacyAccountant(..., unit="user"))'
         )
 
-    @property
-    def passes(self) -> int:
-        """The number of passes over the data, which a plan or a target needs."""
-        if self.epochs is None:
-            raise ArgumentError("epochs= is missing: state the number of passes over the data")
-        return self.epochs
-
-    def delta(self, accountant: PrivacyAccountant) -> float:
-        """δ of the run; if none is given, that of the accountant's budget."""
-        if (delta := accountant.delta if self.target_delta is None else self.target_delta) is None:
-            raise ArgumentError(
-                "target_delta is needed, because the accountant has no budget with a delta",
-                code="budget-delta",
-            )
-        return delta
-
-    def target(self, accountant: PrivacyAccountant) -> float | None:
-        """The accountant's total ε at the end of the run; None if the noise is given."""
-        if self.additional_epsilon is None:
-            return self.target_epsilon
-        delta = self.delta(accountant)
-        if is_held(accountant):
-            raise ArgumentError(
-                "additional_epsilon does not work here: this accountant's guarantee is always its"
-                " whole budget. Pass the budget as target_epsilon",
-                code="budget-whole",
-            )
-        return accountant.get_epsilon(delta) + check_epsilon(self.additional_epsilon)
-
 
 def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
     """Settings from forwarded keyword arguments."""
@@ -202,6 +191,79 @@ def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
     return Settings(**options, **more)
 
 
-def is_held(accountant: PrivacyAccountant) -> bool:
-    """Whether the guarantee is a limit that was fixed beforehand and does not depend on charges."""
-    return accountant.is_later_job or accountant.guarantee == "filter"
+# -- the loader -----------------------------------------------------------------------------------
+
+
+def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoader:
+    """A private loader that replaces the user's loader, or an error with the reason."""
+    data_loader = settings.data_loader
+    if not isinstance(data_loader, DataLoader):
+        raise ArgumentTypeError(
+            f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
+        )
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise ArgumentError(
+            "an iterable data set decides the order of its records, so records cannot be drawn at"
+            " random. Use a map-style data set (__len__ and __getitem__).",
+            code="loader-iterable",
+        )
+    records: Any = data_loader.dataset
+    if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
+        rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
+        if isinstance(draws, UserSampler):  # keep the size of batches, not the rate of users
+            if settings.user_ids is None:
+                raise ArgumentError(
+                    "this loader draws users, and without user_ids= only records would be"
+                    " protected: pass user_ids= again, or a new DataLoader"
+                )
+            rate *= draws.counted_records / len(records)
+        is_plain = settings.sampling == "poisson" and settings.max_batch_size is None
+        if is_plain and settings.user_ids is None:
+            return PoissonLoader(data_loader, rate, ranks)
+        return _drawing(settings, rate * len(records), ranks)
+    if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
+        raise ArgumentError(
+            "a batch sampler decides which records share a batch, but records must be drawn"
+            " independently. Pass DataLoader(dataset, batch_size=...): Poisson sampling draws"
+            " batches of this expected size.",
+            code="loader-sampler",
+        )
+    sampler: Any = data_loader.sampler
+    is_known = type(sampler) in (SequentialSampler, RandomSampler)
+    if not is_known or getattr(sampler, "replacement", False) or len(sampler) != len(records):
+        raise ArgumentError(
+            f"{type(sampler).__name__} does not visit every record once per pass: leave out"
+            " sampler=, also on several ranks, and use torch.utils.data.Subset for a part of the"
+            " data.",
+            code="loader-sampler",
+        )
+    return _drawing(settings, data_loader.batch_size, ranks)
+
+
+def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) -> PoissonLoader:
+    """The loader that draws batches of this expected size."""
+    data_loader, most = settings.data_loader, settings.max_batch_size
+    dataset: Any = data_loader.dataset
+    size, draws = len(dataset), partial(SCHEMES[settings.sampling])
+    if settings.user_ids is not None:
+        users = Users(settings.user_ids, size, settings.records_per_user)
+        size, draws = users.counted_records, partial(UserSampler, users=users)
+    if batch_size > size:
+        raise ArgumentError(
+            f"batch_size = {batch_size:g} is larger than the {size} records that can join a batch:"
+            " pass a smaller one, or a larger records_per_user="
+        )
+    if most is not None and most < batch_size:
+        raise ArgumentError(
+            f"max_batch_size = {most} is below the batch size {batch_size:g}, so most draws would"
+            " be cut: pass a smaller batch_size, or a larger max_batch_size"
+        )
+    if settings.user_ids is None and batch_size == size:  # full batches: all schemes are equal
+        draws = partial(PoissonSampler)
+    elif settings.sampling == "fixed_size":
+        batch_size = round(batch_size)
+    elif settings.sampling == "random_allocation":
+        batch_size = size / math.ceil(size / batch_size - 1e-9)
+    elif most is not None:
+        draws = partial(TruncatedPoissonSampler, max_batch_size=most)
+    return PoissonLoader(data_loader, batch_size / size, ranks, draws)

@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from operator import itemgetter
@@ -25,10 +25,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
-from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError, reading_state
-from ..release import GroupGradient, Layout, require_public
-from . import checkpoints, priors
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DivergedError,
+    StateError,
+    reading_state,
+)
+from ..release import GroupGradient, Layout, Release, require_public
 from .declared import DeclaredOptimizer
+from .settings import LogPrior, fits
 
 _ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
@@ -96,19 +103,26 @@ class PrivateOptimizer(DeclaredOptimizer):
                 for part in layout.groups:
                     if (options := part.current_options()) != part.options:  # z depends on them
                         part.noise_multiplier, part.options = self._multiplier(part.group), options
-                        part.prior_stds = priors.stds(part.group, part.names, part.parameters)
+                        part.prior_stds = _prior_stds(part.group, part.names, part.parameters)
                 largest = _largest_norm(layout)
                 slopes = saved = None
-                if self._log_prior is not None:
-                    slopes = priors.gradients(self._log_prior, layout)
+                if (log_prior := self._constants.log_prior) is not None:
+                    slopes = _slopes(log_prior, layout)
                 if not self._cannot_overflow(layout, largest, slopes):
-                    saved = _Saved(self, layout)
+                    values = [p.detach().clone() for p in layout.parameters]
+                    saved = values, self._copied_state({id(p): p for p in self._parameters()})
                 # collect the clipped sum, check that nothing changed, charge, add noise
                 if release.take(layout, self._settings, largest):
-                    priors.add(slopes, layout, self._constants.num_data)
+                    _add_prior(slopes, layout, self._constants.num_data)
                     self._update(layout.groups)
-                    if saved is not None:
-                        saved.require_finite()
+                    if saved is not None and (broken := _not_finite(layout)):
+                        torch._foreach_copy_(layout.parameters, saved[0])
+                        Optimizer.__setstate__(self, saved[1])
+                        raise DivergedError(
+                            f"{broken!r} is not finite after this step: use a smaller lr (now"
+                            f" {', '.join(str(g['lr']) for g in self.param_groups)}). Parameters"
+                            " and state are unchanged; the charge stays."
+                        )
             except BaseException:
                 release.forget_parts()
                 if self._layout is not None:
@@ -145,7 +159,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         bound, c = largest, self._constants
         for part in layout.groups:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
-            scale = (c.num_data + 12 * noise) * c.max_grad_norm / c.expected_batch_size
+            scale = (c.num_data + 12 * noise) * self.max_grad_norm / c.expected_batch_size
             if slopes is not None:
                 pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
             else:
@@ -230,12 +244,16 @@ class PrivateOptimizer(DeclaredOptimizer):
         for name, value in vars(self).items():
             if name.startswith("_") and not name.startswith("_optimizer_"):
                 setattr(copy, name, value)
-        Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
+        Optimizer.__setstate__(copy, self._copied_state(memo))
         pairs = zip(self._parameters(), copy._parameters(), strict=True)
         is_other = any(own is not copied for own, copied in pairs)
         copy.release = self.release.duplicate(has_other_parameters=is_other)
         copy._layout = None
         return copy
+
+    def _copied_state(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """A copy of torch's part: groups, state and defaults."""
+        return deepcopy(Optimizer.__getstate__(self), memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ArgumentTypeError(
@@ -251,15 +269,19 @@ class PrivateOptimizer(DeclaredOptimizer):
         """torch's state, the accountant's history, and the streams of noise and sampling if
         the caller passed ``generator=``.
         """
-        state = super().state_dict()
-        state["private_step"] = private = {
+        release = self.release
+        private: dict[str, Any] = {
             "algorithm": type(self).__name__,
             "shapes": self._shapes(),
-            **checkpoints.state_of(self.release),
+            "accountant": release.accountant.state_dict(),
         }
+        if release.noise.generator is not None:
+            private["noise"] = release.noise.generator.get_state()
+        if release.draws is not None and release.draws.generator is not None:
+            private["sampler"] = release.draws.position()
         if self.derives_clip_norm:
             private["derived_noise"] = self._derived_noise
-        return state
+        return {**super().state_dict(), "private_step": private}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume. The accountant must contain the charges of the saved run; an empty one copies
@@ -295,7 +317,10 @@ class PrivateOptimizer(DeclaredOptimizer):
                     f"the parameter groups of the state have no {name}: build the optimizer with"
                     " the arguments of the saved run"
                 )
-        checkpoints.resume_charges(self.release, private)
+        noise, draws = self.release.noise.generator, self.release.draws
+        if "sampler" not in private or draws is None or draws.generator is None:
+            draws = None  # these draws do not go on from the saved position
+        _resume_charges(self.release, private, draws)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
@@ -303,9 +328,107 @@ class PrivateOptimizer(DeclaredOptimizer):
                 # torch has rounded it to the parameter's dtype
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
-        checkpoints.resume_streams(self.release, private)
+        self.release.start_afresh()
+        if "noise" in private and noise is not None:
+            noise.set_state(private["noise"])
+        if draws is not None:
+            draws.resume(private["sampler"])
         self._resume_bound(private.get("derived_noise"))
         self._layout = None
+
+
+def _resume_charges(release: Release, saved: Mapping[str, Any], draws: Any) -> None:
+    """Check that the accountant contains the saved run's charges; an empty one copies them.
+    ``draws``: the sampler, if it goes on from the saved position.
+
+    Raises:
+        ValueError: a charge is missing, or the saved run's batches would be drawn again.
+    """
+    if draws is not None:
+        draws.require_position(saved["sampler"])
+    accountant, releases = release.accountant, len(release.accountant)
+    charged = sum(int(count) for _, count, *_ in saved["accountant"]["history"])
+    speaks = release.ranks is None or release.ranks.rank == 0
+    # other ranks' states name the job of rank 0: rank 0 compares the jobs, and it adds the noise
+    if speaks or accountant.path is not None or releases < charged:
+        accountant.resume(saved["accountant"])
+        if speaks and accountant.path is None and not releases and len(accountant):
+            _log.warning(
+                "resumed with an accountant in memory: releases after this state was saved, or from"
+                " another copy of it, are not counted. PrivacyAccountant(path=...) counts all."
+            )
+    if draws is None:
+        return
+    # later steps of a pass that is paid add no charge by which a filled accountant could tell
+    is_paid = saved["sampler"].get("charged_noise") is not None
+    if len(accountant) > charged or (is_paid and releases):
+        later = "may count steps" if is_paid else "was charged"
+        raise CheckpointError(
+            f"the accountant {later} after this state was saved, and the DataLoader's generator="
+            " would draw those batches again, with other noise: leave it out."
+        )
+
+
+# -- the prior -------------------------------------------------------------------------------------
+
+
+def _prior_stds(
+    group: Mapping[str, Any], names: Sequence[str], parameters: Sequence[Tensor]
+) -> list[float]:
+    """σ of each parameter's Gaussian prior."""
+    result = []
+    for name, p in zip(names, parameters, strict=True):
+        stated = group["prior_std"]
+        if isinstance(stated, Mapping):
+            found = [key for key in stated if fits(key, name)]
+            stated = stated[max(found, key=len)] if found else 1.0
+        fan_in = math.sqrt(2 / p[0].numel()) if stated == "fan_in" and p.dim() > 1 else 1.0
+        result.append(fan_in if stated == "fan_in" else float(stated))
+    return result
+
+
+def _slopes(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
+    """∇r of a ``log_prior``; :func:`_add_prior` itself computes it for the Gaussian prior."""
+    with torch.enable_grad():
+        named = {
+            name: p.detach().requires_grad_()
+            for name, p in zip(layout.names, layout.parameters, strict=True)
+        }
+        value = log_prior(named)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ArgumentError(
+                "log_prior must return a scalar tensor, the log density of the parameters"
+            )
+        require_public("log_prior", [value])
+        found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    result = [
+        torch.zeros_like(p) if g is None else -g
+        for p, g in zip(layout.parameters, found, strict=True)
+    ]
+    if not all(bool(torch.isfinite(g).all()) for g in result):
+        raise ArgumentError("the gradient of log_prior is not finite at the current parameters")
+    return result
+
+
+def _add_prior(found: list[Tensor] | None, layout: Layout, num_data: int) -> None:
+    """Turn S/B into ĝ = S/B + ∇r(θ)/N, in place."""
+    start = 0
+    for part in layout.groups:
+        members = slice(start, start + len(part.parameters))
+        start = members.stop
+        if found is not None:
+            torch._foreach_add_(part.gradients, found[members], alpha=1.0 / num_data)
+        elif math.isfinite(min(part.prior_stds)):
+            weights = [1.0 / (std**2 * num_data) for std in part.prior_stds]
+            if len(set(weights)) == 1:
+                torch._foreach_add_(part.gradients, part.parameters, alpha=weights[0])
+            else:
+                for gradient, p, weight in zip(
+                    part.gradients, part.parameters, weights, strict=True
+                ):
+                    gradient.add_(p, alpha=weight)
+            if (mean := part.group["prior_mean"]) != 0.0:
+                torch._foreach_sub_(part.gradients, [weight * mean for weight in weights])
 
 
 # -- parameters stay finite ------------------------------------------------------------------------
@@ -332,41 +455,3 @@ def _largest_norm(layout: Layout) -> float:
 def _not_finite(layout: Layout) -> str:
     """Name of a parameter that is not finite, or an empty string."""
     return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
-
-
-class _Saved:
-    """Parameters, groups and state of an optimizer before a step that may overflow."""
-
-    def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
-        self._optimizer, self._layout = optimizer, layout
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._parameters = [p.detach().clone() for p in layout.parameters]
-        self._states = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
-            for p in layout.parameters
-        ]
-
-    def require_finite(self) -> None:
-        """After the step: if a number is not finite, restore everything and raise an error."""
-        optimizer, layout = self._optimizer, self._layout
-        options = (
-            name
-            for group in optimizer.param_groups
-            for name, value in group.items()
-            if name != "prior_std" and isinstance(value, float) and not math.isfinite(value)
-        )
-        if not (broken := _not_finite(layout) or next(options, "")):
-            return
-        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
-            group.clear()
-            group.update(before)
-        for p, old, state in zip(layout.parameters, self._parameters, self._states, strict=True):
-            p.copy_(old)
-            optimizer.state[p] = state
-        for part in layout.groups:
-            part.kept.clear()  # built anew from the state
-        raise DivergedError(
-            f"{broken!r} is not finite after this step: use a smaller lr (now"
-            f" {', '.join(str(g['lr']) for g in optimizer.param_groups)}). Parameters and state are"
-            " unchanged; the charge stays."
-        )

@@ -7,20 +7,27 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
-import torch
 from torch import Tensor
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release import ClippedSum, Release, require_public
-from .priors import LogPrior, PriorStd, fits
-from .settings import NAMES, OwnNoise, Settings, require_flag, require_number, require_positive
+from .settings import (
+    NAMES,
+    Options,
+    OwnNoise,
+    PriorStd,
+    Settings,
+    fits,
+    require_number,
+    require_positive,
+)
 
 _LARGEST_LR = 1e30
-_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *NAMES))
+_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", "sampling", *NAMES))
 
 
 class DeclaredOptimizer(OwnNoise):
@@ -39,39 +46,32 @@ class DeclaredOptimizer(OwnNoise):
         _, *own = inspect.signature(cls.__init__).parameters.values()
         if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
             # and the arguments that it passes on as keywords
-            _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
-            names = {p.name for p in own}
-            own = [*own[:-1], *(p for p in common if p.name not in names)]
+            passed = inspect.signature(Settings).parameters.values()
+            own = [*own[:-1], *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in passed)]
         cls.__signature__ = inspect.Signature(own)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        _require_arguments(cls, args, options)
+        """Refuse unknown and missing arguments, and values of records."""
+        try:
+            given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
+        except TypeError as error:
+            raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
+        # a subclass that passes all on as keywords names none of them
+        needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
+        if missing := sorted(needed - given, reverse=True):
+            raise ArgumentTypeError(
+                f"{cls.__name__} also needs {', '.join(missing)}: pass"
+                f" optimizer=partial({cls.__name__}, lr=0.1) to PrivacyEngine().make_private, which"
+                " knows the rest"
+            )
         require_public(f"an argument of {cls.__name__}", [*args, *options.values()])
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | str,
-        *,
-        num_data: int,
-        expected_batch_size: float,
-        max_grad_norm: float | None = None,
-        noise_multiplier: float = 0.0,
-        temperature: float | None = None,
-        prior_std: PriorStd = 1.0,
-        prior_mean: float = 0.0,
-        log_prior: LogPrior | None = None,
-        sampling: str | None = None,
-        accountant: PrivacyAccountant | None = None,
-        generator: torch.Generator | None = None,
-        assume_independent_records: bool = False,
-    ) -> None:
-        self._derives_bound = max_grad_norm is None
-        bound = 1.0 if max_grad_norm is None else max_grad_norm  # the unit of z_L below
-        settings = Settings(
-            num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
-        )
+    def __init__(self, params: Iterable[Any], lr: float | str, **options: Unpack[Options]) -> None:
+        settings = Settings(**options)
+        self._derives_bound = settings.max_grad_norm is None
+        if self._derives_bound:
+            settings = replace(settings, max_grad_norm=1.0)  # the unit of z_L below
         has_noise = settings.noise_multiplier > 0
         if self._needs_temperature and settings.temperature == 0:
             raise ArgumentError(
@@ -87,30 +87,29 @@ class DeclaredOptimizer(OwnNoise):
                 "without noise no max_grad_norm can be derived: pass target_epsilon to"
                 " make_private_with_epsilon, noise_multiplier=, or max_grad_norm="
             )
-        if temperature is None and (self._derives_bound or not has_noise or isinstance(lr, str)):
+        is_derived = self._derives_bound or not has_noise or isinstance(lr, str)
+        if settings.temperature is None and is_derived:
             settings = replace(settings, temperature=1.0)
-        if log_prior is not None and not callable(log_prior):
-            raise ArgumentTypeError(f"log_prior must be a function, got {log_prior!r}")
-        require_flag("assume_independent_records", assume_independent_records)
-        self._constants, self._log_prior = settings, log_prior
+        self._constants = settings
         self.release = Release(  # turns batches into noisy gradients
-            self._make_query(settings.max_grad_norm, settings.expected_batch_size),
+            self._make_query(self.max_grad_norm, settings.expected_batch_size),
             num_data=settings.num_data,
-            sampling=sampling,
-            accountant=PrivacyAccountant() if accountant is None else accountant,
-            generator=generator,
+            sampling=settings.sampling,
+            accountant=settings.accountant or PrivacyAccountant(),
+            generator=settings.generator,
             label=type(self).__name__,
-            assume_independent=assume_independent_records,
+            assume_independent=settings.assume_independent_records,
         )
-        # the free lr depends on these
-        self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
+        own = {"prior_std": settings.prior_std, "prior_mean": settings.prior_mean}
+        self.defaults = {**own, **self._group_options}  # the free lr depends on these
         super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
         self._is_made = True  # before, a prior may name parameters of later groups
         for group in (self.defaults, *self.param_groups):
             _require_used(group["prior_std"], self.param_groups)
         if self._derives_bound:
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
-        if log_prior is not None and any("param_names" not in group for group in self.param_groups):
+        has_names = all("param_names" in group for group in self.param_groups)
+        if settings.log_prior is not None and not has_names:
             raise ArgumentError(
                 "log_prior needs parameter names: construct the optimizer with"
                 " model.named_parameters()"
@@ -181,7 +180,7 @@ class DeclaredOptimizer(OwnNoise):
             raise ArgumentError(f"a parameter group has no {min(missing)}: set it to a number")
         _require_prior_std(group)
         is_default = group["prior_std"] in (1.0, math.inf) and group["prior_mean"] == 0
-        if self._log_prior is not None and not is_default:
+        if self._constants.log_prior is not None and not is_default:
             raise ArgumentError(
                 "log_prior replaces the Gaussian prior: leave out prior_std and prior_mean"
             )
@@ -214,7 +213,7 @@ class DeclaredOptimizer(OwnNoise):
 
     def _settings(self) -> dict[str, Any]:
         """The settings that determine the distribution of a release."""
-        return {name: getattr(self, name) for name in NAMES}
+        return {name: getattr(self, name) for name in (*NAMES, "sampling")}
 
     def described(self) -> dict[str, Any]:
         """All constants that must be equal on all ranks."""
@@ -247,24 +246,6 @@ class DeclaredOptimizer(OwnNoise):
 
     def _repr_html_(self) -> str:
         return words.html(self, self._numbers, self.accountant)
-
-
-def _require_arguments(
-    cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    """Say in plain words which arguments are missing."""
-    try:
-        given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
-    except TypeError as error:
-        raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
-    # a subclass that passes all on as keywords names none of them
-    needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
-    if missing := sorted(needed - given, reverse=True):
-        raise ArgumentTypeError(
-            f"{cls.__name__} also needs {', '.join(missing)}: pass"
-            f" optimizer=partial({cls.__name__}, lr=0.1) to PrivacyEngine().make_private, which"
-            " knows the rest"
-        )
 
 
 def _require_prior_std(group: Mapping[str, Any]) -> None:

@@ -5,10 +5,11 @@ each other.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Never, Required, TypedDict, TypeVar
+from typing import Any, Final, Literal, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release import Release
-from .priors import LogPrior, PriorStd
 
-Shown = TypeVar("Shown")
+LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
+OneStd = float | Literal["fan_in"]
+PriorStd = OneStd | Mapping[str, OneStd]
 _LARGEST_NOISE_MULTIPLIER = 1e30
+# of all groups; they determine the distribution of a release
+NAMES = tuple("num_data expected_batch_size max_grad_norm noise_multiplier temperature".split())
 _WASTE = 1.02  # above this ratio to the floor, the sampler's own noise counts as larger
 
 
@@ -46,19 +50,25 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of all parameter groups. Arguments as for
-    :class:`~torch_dpbayes.optim.DPSGLD`. ``temperature`` = None: it is derived from the noise.
+    """The checked arguments of every private optimizer; :class:`DPSGLD
+    <torch_dpbayes.optim.DPSGLD>` explains each.
 
     Raises:
-        ValueError, TypeError: an argument is out of range.
+        ValueError, TypeError: an argument is out of range, or arguments contradict each other.
     """
 
     num_data: int
     expected_batch_size: float
-    max_grad_norm: float
-    noise_multiplier: float
-    temperature: float | None
-    sampling: str | None
+    max_grad_norm: float | None = None
+    noise_multiplier: float = 0.0
+    temperature: float | None = None
+    prior_std: PriorStd = 1.0
+    prior_mean: float = 0.0
+    log_prior: LogPrior | None = None
+    sampling: str | None = None
+    accountant: PrivacyAccountant | None = None
+    generator: torch.Generator | None = None
+    assume_independent_records: bool = False
 
     def __post_init__(self) -> None:
         n, z = events.positive_count(self.num_data, "num_data"), self.noise_multiplier
@@ -74,9 +84,10 @@ class Settings:
                 " sampling rate"
             )
         # so that sums of squares over 2¹⁴ records are finite in float32
-        if not 1e-12 <= self.max_grad_norm <= 1e12 or batch < 1e-6:
+        clip = 1.0 if self.max_grad_norm is None else self.max_grad_norm
+        if not 1e-12 <= clip <= 1e12 or batch < 1e-6:
             raise ArgumentError(
-                f"max_grad_norm = {self.max_grad_norm}, expected_batch_size = {batch}: sums would"
+                f"max_grad_norm = {clip}, expected_batch_size = {batch}: sums would"
                 " overflow in float32. Use a clip norm from 1e-12 to 1e12, batches of 1e-6 or more"
             )
         if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
@@ -88,24 +99,14 @@ class Settings:
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
             )
+        if self.log_prior is not None and not callable(self.log_prior):
+            raise ArgumentTypeError(f"log_prior must be a function, got {self.log_prior!r}")
+        require_flag("assume_independent_records", self.assume_independent_records)
 
 
-NAMES = tuple(Settings.__dataclass_fields__)
-
-
-class ReadOnly(property, Generic[Shown]):
-    """A read-only attribute: steps are charged for its value."""
-
-    def __init__(self, name: str, doc: str) -> None:
-        super().__init__(attrgetter(name))
-        self.__doc__ = doc
-
-    if TYPE_CHECKING:  # type checkers do not see a property that is not a decorator
-
-        def __get__(  # type: ignore[override]
-            self, instance: object, owner: type | None = None, /
-        ) -> Shown: ...
-        def __set__(self, instance: object, value: Never, /) -> None: ...
+def read_only(name: str, doc: str) -> Any:
+    """A property that shows the attribute ``name``: steps are charged for its value."""
+    return property(attrgetter(name), doc=doc)
 
 
 class OwnNoise(Optimizer):
@@ -128,7 +129,7 @@ class OwnNoise(Optimizer):
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         """z_L = (B/C)·√(2aT/(ηN)) of a group whose lr η is positive."""
         c, heat = self._constants, 2 * self._friction(group) * self._temperature_of(group)
-        scale = c.expected_batch_size / c.max_grad_norm
+        scale = c.expected_batch_size / self.max_grad_norm
         return scale * math.sqrt(heat / (group["lr"] * c.num_data))
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
@@ -144,13 +145,13 @@ class OwnNoise(Optimizer):
     def _heat(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/B²."""
         c = self._constants
-        ratio = noise_multiplier * c.max_grad_norm / c.expected_batch_size
+        ratio = noise_multiplier * self.max_grad_norm / c.expected_batch_size
         return float(group["lr"] * c.num_data * ratio**2)
 
     def _free_lr(self, group: dict[str, Any]) -> float:
         """The largest lr whose z_L is at least the floor, which is positive here."""
         c = self._constants
-        ratio = c.expected_batch_size / (c.max_grad_norm * c.noise_multiplier)
+        ratio = c.expected_batch_size / (self.max_grad_norm * c.noise_multiplier)
         temperature = 1.0 if c.temperature is None else c.temperature
         return 2 * self._friction(group) * temperature * ratio**2 / c.num_data
 
@@ -194,30 +195,32 @@ class OwnNoise(Optimizer):
 
     # -- public constants and reports --------------------------------------------------------------
 
-    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Every step is charged to it.")
-    num_data = ReadOnly[int]("_constants.num_data", "N, the public number of records.")
-    expected_batch_size = ReadOnly[float](
+    accountant: Final[PrivacyAccountant] = read_only(
+        "release.accountant", "Steps are charged to it."
+    )
+    num_data: Final[int] = read_only("_constants.num_data", "N, the public number of records.")
+    expected_batch_size: Final[float] = read_only(
         "_constants.expected_batch_size", "B, the public expected batch size."
     )
-    max_grad_norm = ReadOnly[float](
+    max_grad_norm: Final[float] = read_only(
         "_constants.max_grad_norm", "C, the clip norm of one record's gradient, given or derived."
     )
-    derives_clip_norm = ReadOnly[bool](
+    derives_clip_norm: Final[bool] = read_only(
         "_derives_bound", "Whether C is derived from lr, temperature and noise."
     )
-    noise_multiplier = ReadOnly[float](
+    noise_multiplier: Final[float] = read_only(
         "_constants.noise_multiplier", "z_min, the floor under the noise multiplier."
     )
-    temperature = ReadOnly[float | None](
+    temperature: Final[float | None] = read_only(
         "_constants.temperature",
         "T of the target ∝ exp(−U/T); None if lr, clip norm and noise determine it.",
     )
-    sampling = ReadOnly[str | None](
+    sampling: Final[str | None] = read_only(
         "release.sampling",
         'The sampling scheme, such as "poisson" or "recordwise"; None if it is not stated.',
     )
-    independence = ReadOnly[str](
-        "release.independence",
+    independence: Final[str] = read_only(
+        "release.source.independence",
         "How records are kept apart: by construction, or as the user vouches.",
     )
 
@@ -280,6 +283,11 @@ class OwnNoise(Optimizer):
             f" {self.langevin_noise_multiplier:.4g}, which is added and charged. To use the"
             f" minimum, pass {instead}."
         ]
+
+
+def fits(key: str, name: str) -> bool:
+    """Whether ``key`` names this parameter, or a module that has it."""
+    return name == key or name.startswith(f"{key}.")
 
 
 def require_flag(name: str, value: Any) -> None:

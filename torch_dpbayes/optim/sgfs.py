@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Final, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..noise import add_gaussian, check_positive, digest, in_cache
 from ..per_sample.gradient_source import GradientSource
 from ..release import ClippedSum, GroupGradient, Layout
 from .base import PrivateOptimizer
-from .settings import Options, ReadOnly, require_fraction
+from .settings import Options, read_only, require_fraction
 
 
 class DPSGFS(PrivateOptimizer):
@@ -122,7 +122,7 @@ class DPSGFS(PrivateOptimizer):
                 "sensitivity_scale must be a vector of positive finite numbers, one for each of"
                 f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
             )
-        self._query.set_scale(scale)
+        self._query.scale = scale
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
         is_full, share = self._fisher == "full", self._fisher_share
@@ -135,14 +135,12 @@ class DPSGFS(PrivateOptimizer):
         return query
 
     def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {
-            "fisher": self._fisher,
-            "fisher_share": self.fisher_share,
-            "sensitivity_scale": self._query.scale_digest,
-        }
+        scale = "" if self._query.scale is None else digest([self._query.scale], 64).hex()
+        own = {"fisher": self._fisher, "fisher_share": self.fisher_share}
+        return {**super()._settings(), **own, "sensitivity_scale": scale}
 
-    fisher = ReadOnly[Literal["full", "diagonal"]]("_fisher", '"full" or "diagonal".')
-    fisher_share = ReadOnly[float](
+    fisher: Final[Literal["full", "diagonal"]] = read_only("_fisher", '"full" or "diagonal".')
+    fisher_share: Final[float] = read_only(
         "_fisher_share", "ϕ: (zC²/σ_F)², the weight of the Fisher release."
     )
 
@@ -159,7 +157,7 @@ class DPSGFS(PrivateOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:  # sets F to the saved one
         super()._load(state_dict)
-        self._query.set_scale(None)
+        self._query.scale = None
         if (scale := state_dict["private_step"]["sensitivity_scale"]) is not None:
             self._set_scale(scale)
 
@@ -216,13 +214,11 @@ class DPSGFS(PrivateOptimizer):
             priors = [temperature / std**2 / weight for std in part.prior_stds]
             if scale is None:
                 damping = _spread(part, [noise + prior for prior in priors])
-                for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
-                    gradient.div_(fisher_piece.clamp(min=floor).add_(added))
-            else:  # convert from the units of F
-                for gradient, fisher_piece, unit, prior in in_cache(
-                    part.gradient, information, scale.square(), _spread(part, priors)
-                ):
-                    gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
+            else:  # in the units of F, as the estimate
+                damping = _spread(part, priors).div_(scale.square()).add_(noise)
+                part.gradient.div_(scale.square())
+            for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
+                gradient.div_(fisher_piece.clamp(min=floor).add_(added))
             alpha = -2 * temperature * self.num_data / weight
             torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
@@ -291,12 +287,6 @@ class FisherSum(ClippedSum):
         super().__init__(max_grad_norm, expected_batch_size)
         self.is_full, self.share = is_full, share
         self.scale: Tensor | None = None
-        self.scale_digest = ""
-
-    def set_scale(self, scale: Tensor | None) -> None:
-        """Set F."""
-        self.scale = scale
-        self.scale_digest = "" if scale is None else digest([scale], 64).hex()
 
     def extra_size(self, num_parameters: int, device: torch.device) -> int:
         if not self.is_full:

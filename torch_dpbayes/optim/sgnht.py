@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, Unpack
+from typing import Any, Final, Literal, Unpack
 
 import torch
 
@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from ..noise import check_positive, in_cache
 from ..release import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options, ReadOnly, require_fraction
+from .settings import Options, read_only, require_fraction
 
 # Far from the posterior, the kinetic energy of the drift could raise α above 2 in one step, and (1
 # − α)v would diverge. α* is at most 1; at α = 1.2 the step is stable up to ηκ = 1.6 and damps
@@ -76,8 +76,8 @@ class DPSGNHT(PrivateOptimizer):
         self._thermostat_gain = check_positive("thermostat_gain", thermostat_gain)
         super().__init__(params, lr, **options)
 
-    momentum = ReadOnly[float]("_momentum", "1 − a; z_L is computed for friction a.")
-    thermostat_gain = ReadOnly[float](
+    momentum: Final[float] = read_only("_momentum", "1 − a; z_L is computed for friction a.")
+    thermostat_gain: Final[float] = read_only(
         "_thermostat_gain", "How fast the friction follows the kinetic energy."
     )
 
