@@ -38,7 +38,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records, storage_of
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .memory import OfOneMap, in_order, require_seen, shared
+from .memory import OfOneMap, require_seen, shared, unwrapped
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -225,15 +225,15 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             if result is None:
                 self._error = error
                 raise
-        if func is not F.scaled_dot_product_attention:  # it orders its own result
-            result = in_order(result, (*args, *kwargs.values()))
+        is_ordered = func is F.scaled_dot_product_attention  # it is a view of what is in order
+        given = (result,) if is_ordered else (*args, *kwargs.values())
+        result = self.known(result, given, is_inner=is_inner)
         # for an attribute, the function that uses it is checked
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
             trained = [t for t in outside if t.requires_grad]
             if trained and isinstance(result, (Tensor, tuple, list)):
                 raise OutsideTensor(name_of(func), trained[0])
-        self._track(result, is_inner=is_inner)
         return result
 
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -279,9 +279,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         """Separate memory for each record: a model may write into it."""
         if self._level is None or is_of_records(made):
             return made
-        rows = made.new_empty(self.records, *made.shape).copy_(made)
-        while is_gradtrackingtensor(rows):
-            rows = get_unwrapped(rows)
+        rows = unwrapped(made.new_empty(self.records, *made.shape).copy_(made))
         own = functorch._add_batch_dim(rows, 0, self._level)
         return own.clone() if is_gradtrackingtensor(made) else own  # a clone may be written to
 
@@ -314,7 +312,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
 
         with suppress(Exception):
             run = torch.func.vmap(one, randomness="different")
-            return in_order(self.call_batched(run, [values[k] for k in places]), ())
+            return self.known(self.call_batched(run, [values[k] for k in places]), ())
         return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -340,12 +338,8 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
         found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW and self._leaves else None
         if found is None and func in FUNCTIONS:
-            before, self.is_in_own_code = self.is_in_own_code, True
-            try:
-                with self:
-                    found = FUNCTIONS[func](*args, **kwargs)
-            finally:
-                self.is_in_own_code = before
+            found = FUNCTIONS[func](*args, **kwargs)
+            return self._own(found) if func is Tensor.new else found
         return found
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -382,8 +376,8 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         """
         function, operands = F.scaled_dot_product_attention, [query, key, value]
         if attn_mask is not None:
-            operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
-            self._track(operands[-1])
+            mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+            operands.append(self.known(mask, (attn_mask,)))
 
         def run(*tensors: Tensor) -> Tensor:
             q, k, v, *mask = (t.squeeze(1) for t in tensors)
@@ -392,9 +386,9 @@ class RecordMap(OfOneMap, TorchFunctionMode):
 
         if self._leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
-                return in_order(self.call_batched(run, operands), ()).transpose(1, 2)
+                return self.known(self.call_batched(run, operands), ()).transpose(1, 2)
         found = _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
-        return in_order(found, ())
+        return self.known(found, ())
 
 
 class as_traced:
@@ -483,10 +477,7 @@ class RecordsApart(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_harmless(func) or "generator" in kwargs:
             _require_nothing_hidden(func, args, kwargs)
-        found = None
-        if func in FUNCTIONS:
-            with self:
-                found = FUNCTIONS[func](*args, **kwargs)
+        found = FUNCTIONS[func](*args, **kwargs) if func in FUNCTIONS else None
         return func(*args, **kwargs) if found is None else found
 
 
