@@ -211,8 +211,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
         outside = _outside(func, (*args, *kwargs.values()), self)
-        is_made = self._is_second_way and func in _MADE
-        if is_special := is_made or not _is_harmless(func) or "generator" in kwargs:
+        if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # it replaces this function while torch traces
             _require_nothing_hidden(func, args, kwargs)
@@ -459,7 +458,7 @@ _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
 _LOOKED_AT = frozenset((_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__))
 _LOOKED_AT |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _LOOKED_AT |= {torch.segment_reduce, *_OF_ALL_RECORDS, *_DIMENSIONS}
-_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS
+_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _MADE | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS
 
 
 @functools.lru_cache(4096)
