@@ -362,7 +362,7 @@ class _Operation:
 
         rows = [single[k]._rows for k in places]
         try:
-            found = RecordMap(len(rows[0]), leaves=False)(of_one, rows)
+            found = RecordMap(len(rows[0]))(of_one, rows)
         except Exception:
             if self._is_detached():
                 return self._sealed()
@@ -497,7 +497,7 @@ class _Operation:
             if numbers == [batch.shown] and "mul" in name and batch.loss_reduction == "sum":
                 return Followed(first._rows, batch, None, "sum")
         rows = [f._rows for f in self.followed]
-        (found,) = RecordMap(len(rows[0]), leaves=False)(lambda r: [self._called(r)], rows)
+        (found,) = RecordMap(len(rows[0]))(lambda r: [self._called(r)], rows)
         return Followed(found, batch, None, how)
 
     def _backward(

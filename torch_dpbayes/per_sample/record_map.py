@@ -136,8 +136,6 @@ class RecordMap(OfOneMap, TorchFunctionMode):
 
     Args:
         records: n, the number of rows of every mapped tensor in dimension 0.
-        leaves: whether fused operations run on the batch. They must not if gradients will be taken
-            inside a map, because they would draw other random numbers.
         is_random: whether records may draw random numbers. They must not if these numbers could
             depend on a record's place in the batch.
         is_second_way: whether the program may write records into constants that it makes
@@ -150,14 +148,12 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         self,
         records: int,
         *,
-        leaves: bool = True,
         is_random: bool = True,
         is_second_way: bool = False,
         is_part: bool = False,
     ) -> None:
         self._is_second_way, self._is_part = is_second_way, is_part
         self.records, self._randomness = records, "different" if is_random else "error"
-        self._leaves = leaves
         self._error: Exception | None = None  # an error inside; the model may have caught it
         self._known = {}
 
@@ -335,7 +331,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             return first
         if func is Tensor.__repr__ and is_of_records(first):
             return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
-        found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW and self._leaves else None
+        found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW else None
         if found is None and func in FUNCTIONS:
             found = FUNCTIONS[func](*args, **kwargs)
             return self._own(found) if func is Tensor.new else found
@@ -383,7 +379,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             found = function(q, k, v, *(mask or (None,)), *rest, **kw)
             return found.transpose(1, 2).unsqueeze(1)
 
-        if self._leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
+        if all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
                 return self.known(self.call_batched(run, operands), ()).transpose(1, 2)
         found = _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
