@@ -88,9 +88,6 @@ MIXING = {
     "centred": lambda out, t: ((out - out.mean(0)) ** 2).mean(),
     "hard examples by topk": lambda out, t: rows(out, t).topk(8)[0].mean(),
     "divided by its norm": lambda out, t: (out / out.norm()).sum(1).mean(),
-    "weights by NumPy": lambda out, t: (
-        rows(out, t) * torch.tensor(1 / (1 + rows(out, t).detach().numpy().max()))
-    ).mean(),
     "weights by item": lambda out, t: turned(out, t, out.detach().abs().max().item()),
     "random partners": lambda out, t: ((out - out[torch.randperm(len(out))]) ** 2).mean(),
     "pairs by cdist": lambda out, t: torch.cdist(out, out).mean(),
@@ -98,7 +95,6 @@ MIXING = {
     "ratio of losses": lambda out, t: rows(out, t).mean() / rows(out, t).mean().detach(),
     "batch_norm": lambda out, t: rows(F.batch_norm(out, None, None, training=True), t).mean(),
     "cumsum": lambda out, t: (out.detach().cumsum(0) * out).mean(),
-    "sorted": lambda out, t: (out[:, 0].sort(0)[0] - t).pow(2).mean(),
     "detached statistic": lambda out, t: weighed(out, t, out.detach().abs().max()),
     "data statistic": lambda out, t: weighed(out, t, out.data.abs().max()),
     "outer difference": lambda out, t: (out[:, :1] - out[:, 0]).pow(2).mean(),
@@ -114,7 +110,6 @@ MIXING = {
         -torch.distributions.Normal(out[:, 0].mean(), out[:, 0].std()).log_prob(t).mean()
     ),
     "record 0 as a constant": lambda out, t: weighed(out, t, t[0]),
-    "record 0 by unbind": lambda out, t: weighed(out, t, t.unbind(0)[0]),
     "any": lambda out, t: rows(out, t).mean() * (-1 if (t > 50).any() else 1),
     "printed and parsed": lambda out, t: (
         rows(out, t).mean() * (-1 if "100" in repr(t) + str(t.max()) else 1)
@@ -165,9 +160,6 @@ OF_LABELS = {
 # int(f(out, t)), the number of records ------------------------------------------------------------
 
 COUNTS = {
-    "len": lambda out, t: len(out),
-    "shape[0]": lambda out, t: out.shape[0],
-    "numel": lambda out, t: t.numel(),
     "shape after flatten": lambda out, t: out.flatten().shape[0] // 2,
     "iteration": lambda out, t: sum(1 for _ in t),
     "unbind": lambda out, t: len(t.unbind()),
@@ -176,7 +168,6 @@ COUNTS = {
     "storage": lambda out, t: t.untyped_storage().size() // 4,
     "meta": lambda out, t: t.to("meta").shape[0],
     "what the shape makes": lambda out, t: len(torch.randn(t.shape)) + torch.zeros(t.shape).numel(),
-    "the shape's number": lambda out, t: int(t.shape[0]) + len(range(out.size(0))),
     "a slice that is empty or not": lambda out, t: len(t[N - 1 :]),
     "trial of a view": lambda out, t: caught(lambda: t.view(N, 1)),
 }
@@ -328,37 +319,11 @@ def a_replayed_batch(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean())
 
 
-def a_sign_of_the_batch_before(net, optimizer, x, t):
-    sign = STATE.get("sign", torch.ones(()))
-    step(optimizer, rows(net(x), t).mean() * sign)
-    STATE["sign"] = flip(t.max())
-
-
 def a_total_that_goes_on(net, optimizer, x, t):
     out = net(x)
     loss = rows(out, t).mean()
     STATE["total"] = STATE.get("total", torch.zeros(())) + loss.detach().clone() * 2
     step(optimizer, loss + STATE["total"])
-
-
-def a_total_as_an_input(net, optimizer, x, t):
-    total = STATE.get("total", torch.zeros(()))
-    out = net(x * 0 + total)
-    STATE["total"] = total + out.detach().mean()
-    step(optimizer, rows(out, t).mean())
-
-
-def a_copy_of_a_total(net, optimizer, x, t):
-    total, copied = (STATE.setdefault(name, torch.zeros(())) for name in ("total", "copied"))
-    step(optimizer, (rows(net(x), t) * flip(copied)).mean())
-    total.add_(t.max())
-    copied.copy_(total)
-
-
-def a_slope_by_torch_func(net, optimizer, x, t):
-    slope = STATE.get("slope", torch.zeros(5))
-    step(optimizer, (rows(net(x), t) * flip(slope.abs().max(), 500)).mean())
-    STATE["slope"] = torch.func.grad(lambda w: (x @ w - t).pow(2).mean())(torch.zeros(5))
 
 
 def a_teacher_that_adamax_trained(net, optimizer, x, t):
@@ -372,90 +337,60 @@ def a_teacher_that_adamax_trained(net, optimizer, x, t):
 
 
 EARLIER = (
-    *(a_copy_of_a_total, a_slope_by_torch_func, a_teacher_that_adamax_trained),
-    *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
-    *(a_total_that_goes_on, a_total_as_an_input),
+    *(a_teacher_that_adamax_trained, a_replay_buffer, a_replayed_batch, a_total_that_goes_on),
 )
 
-# loop(net, optimizer, x, t) with a tensor outside the model, STATE["p"], that would be trained ----
+# a module outside, of these widths, that would be trained, and loss(module, out, t) ---------------
 
-
-def learned_scale(net, optimizer, x, t):
-    scale = STATE["p"] = nn.Parameter(torch.zeros(()))
-    step(optimizer, -torch.distributions.Normal(net(x)[:, 0], scale.exp()).log_prob(t).mean())
-
-
-def a_network_behind(net, optimizer, x, t):
-    other = nn.Linear(2, 2)
-    STATE["p"] = other.weight
-    step(optimizer, rows(other(net(x)), t).mean())
-
-
-def a_network_on_the_targets(net, optimizer, x, t):
-    other = nn.Linear(1, 1)
-    STATE["p"] = other.weight
-    step(optimizer, rows(net(x), other(t[:, None])[:, 0]).mean())
-
-
-def a_probe(net, optimizer, x, t):
-    other = nn.Linear(2, 1)
-    STATE["p"] = other.weight
-    out = net(x)
-    ((other(out.detach())[:, 0] - t) ** 2).mean().backward()
-    step(optimizer, rows(out, t).mean())
-
-
-def a_scale_in_the_given_loss(net, optimizer, x, t):
-    STATE["p"] = OUTER
-    step(optimizer, net.private_loss(x, t))
-
-
+OUTSIDE = {
+    "learned scale": (
+        1,
+        1,
+        lambda other, out, t: (
+            -torch.distributions.Normal(out[:, 0], other.weight[0, 0].exp()).log_prob(t).mean()
+        ),
+    ),
+    "a network behind": (2, 2, lambda other, out, t: rows(other(out), t).mean()),
+    "a network on the targets": (
+        1,
+        1,
+        lambda other, out, t: rows(out, other(t[:, None])[:, 0]).mean(),
+    ),
+    "a probe": (2, 1, lambda other, out, t: rows(other(out.detach()), t).mean()),
+}
 OUTER = nn.Parameter(torch.zeros(()))
-OUTSIDE = (learned_scale, a_network_behind, a_network_on_the_targets, a_probe)
 
-# loss(out, t) for make_private --------------------------------------------------------------------
+# loss(out, t) for make_private, of one record -----------------------------------------------------
+
+
+def one(out, t):
+    return ((out[..., 0] - t) ** 2).mean()
 
 
 def that_remembers(out, t):
     total = STATE.setdefault("total", torch.zeros(()))
     total.add_(t.detach().abs().mean())
-    return ((out[..., 0] - t) ** 2).mean() * flip(total)
-
-
-def that_decides(out, t):
-    return ((out[..., 0] - t) ** 2).mean() * (-1 if bool((t > 50).any()) else 1)
-
-
-def that_collects(out, t):
-    STATE.setdefault("seen", []).append(t)
-    return ((out[..., 0] - t) ** 2).mean()
+    return one(out, t) * flip(total)
 
 
 def that_hooks(out, t):
-    loss = ((out[..., 0] - t) ** 2).mean()
+    loss = one(out, t)
     loss.register_hook(lambda g: g * flip(t.max()))
     return loss
 
 
-def that_rolls(out, t):
-    return ((out[..., 0] - t) ** 2).mean() * flip(t[0].roll(1))
-
-
-def that_counts(out, t):
-    """By a stride, which vmap makes the number of records."""
-    count = (torch.eye(2) @ out[0]).stride(0)
-    return ((out[..., 0] - t) ** 2).mean() * (1 if count < N else -1)
-
-
-def that_reads_beside(out, t):
-    beside = (torch.ones(N, 1) @ t).as_strided((N,), (1,))
-    return ((out[..., 0] - t) ** 2).mean() * flip(beside.max())
-
-
-GIVEN = (
-    *(that_rolls, that_remembers, that_decides, that_collects, that_hooks),
-    *(that_counts, that_reads_beside),
-)
+GIVEN = {
+    "remembers": that_remembers,
+    "hooks": that_hooks,
+    "collects": lambda out, t: STATE.setdefault("seen", []).append(t) or one(out, t),
+    "decides": lambda out, t: one(out, t) * (-1 if bool((t > 50).any()) else 1),
+    "rolls": lambda out, t: one(out, t) * flip(t[0].roll(1)),
+    # by a stride, which vmap makes the number of records
+    "counts": lambda out, t: one(out, t) * (1 if (torch.eye(2) @ out[0]).stride(0) < N else -1),
+    "reads beside": lambda out, t: (
+        one(out, t) * flip((torch.ones(N, 1) @ t).as_strided((N,), (1,)).max())
+    ),
+}
 
 # loss(out, t) that is invalid for record 0, or raises for it --------------------------------------
 

@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from support import training
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.per_sample import arithmetic, layers
@@ -78,20 +79,14 @@ def assert_sum(source, net, gradients=None, clip=0.3, *, records=None, atol=1e-5
     torch.testing.assert_close(found, clipped_rows(gradients, clip), rtol=1e-4, atol=atol)
 
 
-def private(net, *data, clip=0.5, **options):
+def private(net, *data, clip=0.5, batch_size=None, **options):
     """Model, optimizer and loader of full batches: a step subtracts lr times the mean of clipped
     gradients, and almost no noise.
     """
-    settings = {"lr": 1.0, "temperature": 0.0, "prior_std": math.inf}
-    return dpb.PrivacyEngine().make_private(
-        module=net,
-        optimizer=partial(dpb.optim.DPSGLD, **settings),
-        data_loader=DataLoader(
-            TensorDataset(*data), batch_size=options.pop("batch_size", len(data[0]))
-        ),
-        max_grad_norm=clip,
-        noise_multiplier=options.pop("noise_multiplier", 1e-5),
-        **options,
+    optimizer = partial(dpb.optim.DPSGLD, lr=1.0, temperature=0.0, prior_std=math.inf)
+    given = {"optimizer": optimizer, "noise_multiplier": 1e-5, **options}
+    return training.private(
+        net, TensorDataset(*data), batch_size or len(data[0]), max_grad_norm=clip, **given
     )
 
 

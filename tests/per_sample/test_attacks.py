@@ -88,7 +88,21 @@ class Attack(NamedTuple):
     is_refused: bool = False
 
 
-OUTSIDE = {"loss": lambda out, t: ((out[..., 0] - t) ** 2).mean() * attacks.OUTER.exp()}
+def beside(inputs, outputs, loss):
+    def loop(net, optimizer, x, t):
+        other = nn.Linear(inputs, outputs)
+        STATE["p"] = other.weight
+        step(optimizer, loss(other, net(x), t))
+
+    return loop
+
+
+def given_an_outer_scale(net, optimizer, x, t):
+    STATE["p"] = attacks.OUTER
+    given(net, optimizer, x, t)
+
+
+OUTSIDE = {"loss": lambda out, t: attacks.one(out, t) * attacks.OUTER.exp()}
 VMAP = {"mode": "vmap"}
 ATTACKS = {
     **{f"loss, {name}": Attack(of_loss(loss)) for name, loss in attacks.MIXING.items()},
@@ -107,16 +121,21 @@ ATTACKS = {
         f"earlier, {loop.__name__}": Attack(loop, options={"passes": 2}, is_refused=True)
         for loop in attacks.EARLIER
     },
-    **{f"loss=, {f.__name__}": Attack(given, options={"loss": f}) for f in attacks.GIVEN},
-    "loss=, that decides, vmap": Attack(given, options={"loss": attacks.that_decides, **VMAP}),
-    "loss=, that hooks, vmap": Attack(given, options={"loss": attacks.that_hooks, **VMAP}),
+    **{f"loss=, {name}": Attack(given, options={"loss": f}) for name, f in attacks.GIVEN.items()},
+    **{
+        f"loss=, {name}, vmap": Attack(given, options={"loss": attacks.GIVEN[name], **VMAP})
+        for name in ("decides", "hooks")
+    },
     **{f"one record, {k}": Attack(of_loss(v)) for k, v in attacks.ONE_RECORD.items()},
     **{
         f"caught, {name}": Attack(attacks.caught_and_used(name), options={"may_stop": True})
         for name in attacks.ERRORS
     },
-    **{f"outside, {f.__name__}": Attack(f, is_refused=True) for f in attacks.OUTSIDE},
-    "outside, loss=": Attack(attacks.a_scale_in_the_given_loss, options=OUTSIDE, is_refused=True),
+    **{
+        f"outside, {name}": Attack(beside(*case), is_refused=True)
+        for name, case in attacks.OUTSIDE.items()
+    },
+    "outside, loss=": Attack(given_an_outer_scale, options=OUTSIDE, is_refused=True),
 }
 
 
@@ -205,6 +224,7 @@ WRITTEN = {
     "new data": lambda c, out: setattr(c, "data", c.data * 0.9 + out.mean(0)),
     "foreach": lambda c, out: torch._foreach_add_([c], [out.mean(0)]),
     "out=": lambda c, out: torch.max(out, 0, out=(c[0], torch.zeros(2, dtype=torch.long))),
+    "copied": lambda c, out: c.copy_(torch.zeros(3, 2).add_(out.mean(0))),
     "storage": lambda c, out: c.set_(out[:3].untyped_storage(), 0, (3, 2)),
 }
 # what it computes for the next batch

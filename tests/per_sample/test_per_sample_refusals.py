@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError, ModelError
-from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 from torch_dpbayes.per_sample.operations import Delivery
 
@@ -347,15 +347,6 @@ def test_an_input_that_would_be_trained_is_refused(make):
     make(net := mlp(), **({} if make is HooksGradientSource else {"assume_independent": True}))
     with refused("loss-outside"):
         net(nn.Linear(6, 6)(X))
-
-
-@pytest.mark.parametrize("kind", [BookkeepingGradientSource, VmapGradientSource])
-def test_a_model_inside_a_transform_is_refused(kind):
-    """Its numbers would pass for records."""
-    kind(net := mlp(), assume_independent=True)
-    for work in (torch.func.vmap(net), torch.func.grad(lambda x: net(x).sum())):
-        with pytest.raises(DPBayesError):
-            work(X)
 
 
 # -- what the user has to vouch for ----------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch_dpbayes.per_sample.function_kinds import is_torchs
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
 ZERO = torch.zeros(1)
+X, Y = torch.randn(7, 6), torch.randint(3, (7,))
 SOURCE_OF = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
 SOURCES = pytest.mark.parametrize("make", SOURCE_OF.values(), ids=SOURCE_OF)
 MODES = pytest.mark.parametrize("mode", SOURCE_OF)
@@ -100,8 +101,7 @@ MOVED = LINEAR._replace(run=lambda *given: LINEAR.run(*given) + 10.0)
 def test_a_fault_of_this_library_would_be_found(fault, mode, code, monkeypatch):
     fault(monkeypatch)
     net = around() if mode or code == "model-norms" else head()
-    data = torch.randn(7, 6), torch.randint(3, (7,))
-    refused(lambda: private(net, *data, grad_sample_mode=mode), code)
+    refused(lambda: private(net, X, Y, grad_sample_mode=mode), code)
 
 
 def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused():
@@ -112,7 +112,7 @@ def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused
         return out
 
     net = Of(function, first=nn.Linear(6, 6), head=head())
-    refused(lambda: private(net, torch.randn(7, 6), torch.zeros(7).long()), "step-changed")
+    refused(lambda: private(net, X, Y), "step-changed")
 
 
 @MODES
@@ -182,10 +182,9 @@ def test_a_constant_that_the_model_is_given_is_written_into_for_each_record(cons
         return F.cross_entropy(net(x, constant(x)), y)
 
     net = Of(stateful, first=nn.Linear(6, 6), last=head())
-    x, y = torch.randn(7, 6), torch.randint(3, (7,))
-    gradients = gradients_of_records(net, loss, (x, y))
+    gradients = gradients_of_records(net, loss, (X, Y))
     source = SOURCE_OF[mode](net)
-    loss(net, *delivered(x, y)).backward()
+    loss(net, *delivered(X, Y)).backward()
     assert_sum(source, net, gradients)
 
 
@@ -199,7 +198,7 @@ def test_what_a_pass_writes_into_parameters_stays_out_of_them(mode):
 
     net = Of(function, shift=nn.Parameter(torch.zeros(1, 6)), last=head())
     source = SOURCE_OF[mode](net)
-    entropy(net, *delivered(torch.randn(7, 6), torch.randint(3, (7,)))).backward()
+    entropy(net, *delivered(X, Y)).backward()
     assert not net.shift.any()
     refused(lambda: sum_of(source, net, 0.3), "step-changed")
 
@@ -237,8 +236,7 @@ def test_a_random_number_that_is_read_is_one_for_all_records(mode):
         return net.last(x) * (1 if read > 0.5 else -1), read.expand(len(x)), others
 
     net = Of(function, last=head())
-    x, y = torch.randn(7, 6), torch.randint(3, (7,))
-    net, _, loader = private(net, x, y, grad_sample_mode=mode)
+    net, _, loader = private(net, X, Y, grad_sample_mode=mode)
     for a, b in loader:
         logits, read, others = net(a)
         F.cross_entropy(logits, b).backward()
@@ -257,7 +255,7 @@ def test_a_choice_by_chance_is_not_refused_by_chance():
         return net.last(x) * sign * random.choice([1])
 
     for program in [function] * 60 + [by_python]:
-        private(Of(program, last=head()), torch.randn(7, 6), torch.zeros(7).long())
+        private(Of(program, last=head()), X, Y)
 
 
 def test_a_tensor_that_is_made_of_numbers_has_them():
@@ -278,9 +276,7 @@ def test_a_tensor_that_is_made_of_numbers_has_them():
 def test_parts_of_a_batch_draw_no_number_for_all_records(draw, mode):
     """Each would have another one, and a new record may move others from one to another."""
     net = Of(lambda net, x: net.last(x) * draw(), last=head())
-    net, optimizer, loader = private(
-        net, torch.randn(7, 6), torch.zeros(7).long(), grad_sample_mode=mode
-    )
+    net, optimizer, loader = private(net, X, Y, grad_sample_mode=mode)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
     ) as parts:
@@ -312,8 +308,7 @@ def test_no_parameter_is_a_running_mean(mode):
         return net.last(x + net.mean)
 
     net = Of(function, mean=nn.Parameter(torch.zeros(1)), last=head())
-    x, y = torch.randn(7, 6), torch.randint(3, (7,))
-    refused(lambda: private(net, x, y, grad_sample_mode=mode)[0](*delivered(x)), "model-map")
+    refused(lambda: private(net, X, Y, grad_sample_mode=mode)[0](*delivered(X)), "model-map")
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -408,8 +403,7 @@ def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
 
     net = Of(function, first=nn.Linear(6, 6), head=head())
     try:
-        data = torch.randn(7, 6), torch.randint(3, (7,))
-        refused(lambda: private(net, *data, grad_sample_mode=mode), "model-kept")
+        refused(lambda: private(net, X, Y, grad_sample_mode=mode), "model-kept")
     finally:
         KEPT.clear()
 
@@ -681,9 +675,8 @@ def test_a_function_may_fail_on_values_that_no_record_has(name, mode):
 def test_what_sees_more_than_one_record_is_refused(name, mode):
     """By make_private, or in the first pass where the model cannot run on synthetic records."""
     net = nn.Sequential(nn.Linear(6, 6), Of(lambda _, h: REFUSED[name](h)), head())
-    x, y = torch.randn(7, 6), torch.randint(3, (7,))
     code = "loss-outside" if name == "a trained tensor in a list" else "model-map"
-    refused(lambda: private(net, x, y, grad_sample_mode=mode)[0](*delivered(x)), code)
+    refused(lambda: private(net, X, Y, grad_sample_mode=mode)[0](*delivered(X)), code)
 
 
 @SOURCES
@@ -800,7 +793,7 @@ def test_code_in_the_place_of_torchs_sees_one_record(what, when, monkeypatch):
     late = exchanged(net.layer) if when == "around a pass" else contextlib.nullcontext()
     with early:
         BookkeepingGradientSource(net)
-        x, y = delivered(torch.randn(7, 6), torch.randint(3, (7,)))
+        x, y = delivered(X, Y)
         with contextlib.suppress(DPBayesError), late:
             entropy(net, x, y).backward()
     assert 7 not in seen
@@ -819,24 +812,23 @@ def test_a_pass_that_raised_is_none(make):
             raise KeyError("no luck")
         return torch.tanh(h)
 
-    net, x, y = around(function), torch.randn(7, 6), torch.randint(3, (7,))
-    source = make(net)
+    source = make(net := around(function))
     for _ in range(2):
         with pytest.raises(KeyError):
-            net(*delivered(x))
+            net(*delivered(X))
     fails.clear()
-    entropy(net, *delivered(x, y)).backward()
-    assert_sum(source, net, records=(x, y))
+    entropy(net, *delivered(X, Y)).backward()
+    assert_sum(source, net, records=(X, Y))
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_passes_in_another_thread(is_evaluated):
     """Evaluation does not matter; a second pass in training mode has no step."""
-    others, x, y = [], torch.randn(7, 6), torch.randint(3, (7,))
+    others = []
 
     def other_pass():
         with torch.set_grad_enabled(not is_evaluated), contextlib.suppress(DPBayesError):
-            net(x)
+            net(X)
 
     def function(h):
         if not others:
@@ -847,10 +839,10 @@ def test_passes_in_another_thread(is_evaluated):
 
     net = around(function)
     source = BookkeepingGradientSource(net)
-    entropy(net, *delivered(x, y)).backward()
+    entropy(net, *delivered(X, Y)).backward()
     assert not others[0].is_alive()
     if is_evaluated:
-        assert_sum(source, net, records=(x, y))
+        assert_sum(source, net, records=(X, Y))
     else:
         refused(lambda: sum_of(source, net, 0.3), "step-passes")
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..errors import ModelError, StepError
 from . import layers
 from .arithmetic import full_precision
-from .contributions import Contribution, Nothing, PerRecord, together
+from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, ReplacedForward
 from .nested import of_those_that_run
@@ -76,7 +76,7 @@ class BookkeepingGradientSource(GradientSource):
         self.follows = not assume_independent
         self._is_paused = self.is_second_way = False
         # only forward passes of the current step may be backpropagated; discard() increases it
-        self.step = self._records = 0
+        self.step = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._gradients: dict[Tensor, Tensor] = {}  # of parameters that take part in the map
         self._held: list[tuple[str, Tensor, int]] = []  # tensors of layers, with their versions
@@ -148,11 +148,7 @@ class BookkeepingGradientSource(GradientSource):
         uses: list[int] = []
         for contribution in found:
             uses += map(id, contribution.parameters)
-        used = set(uses)
-        unused = [p for p in self._parameters if id(p) not in used and p.requires_grad]
-        if unused and found and not self.mapped.is_checking:
-            found.append(Nothing(unused, self._records))
-        if len(used) < len(uses):
+        if len(set(uses)) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
         return found
@@ -194,7 +190,6 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         require_no_modes()
-        self._records = n
         leaves = [layer.anchor for layer in self._layers]
         self._versions = []
         for parameter in self._parameters:
@@ -253,7 +248,7 @@ class BookkeepingGradientSource(GradientSource):
         lists = ("_handles", "_noted", "_held", "_versions")
         empty: dict[str, Any] = {k: [] for k in lists}
         # the number of records in a batch is private
-        empty |= {"_gradients": {}, "batch": None, "spare": 0, "_records": 0}
+        empty |= {"_gradients": {}, "batch": None, "spare": 0}
         return {**self.__dict__, **empty, "is_copy": True}
 
 

@@ -91,27 +91,6 @@ class PerRecord(Contribution):
         self._rows = {p: _kept(g, keep) for p, g in self._rows.items()}
 
 
-class Nothing(Contribution):
-    """Of parameters on which no record's loss depends; takes neither time nor memory."""
-
-    def __init__(self, parameters: Sequence[Tensor], records: int) -> None:
-        self.parameters, self._records = tuple(parameters), records
-
-    def norm(self) -> Tensor:
-        return torch.zeros(self._records, device=self.parameters[0].device)
-
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
-        for p in self.parameters:
-            if p in out:
-                begun(out[p], beta)
-
-    def per_record(self) -> dict[Tensor, Tensor]:
-        return {p: p.new_zeros(()).expand(self._records, p.numel()) for p in self.parameters}
-
-    def keep_only(self, keep: Tensor) -> None:
-        pass
-
-
 def _order(rows: Tensor) -> list[int] | None:
     """The dimensions of a record in the order of memory; None if they are in order."""
     strides = rows.stride()

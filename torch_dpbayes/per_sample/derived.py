@@ -138,12 +138,6 @@ class Derived(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return as_plain(self).__reduce_ex__(protocol)
 
-    def __format__(self, spec: str) -> str:
-        return format(as_plain(self), spec)
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return as_plain(self).__repr__(**options)
-
 
 class _DerivedParameter(nn.Parameter, Derived):
     """A parameter that values of records were written into."""

@@ -68,6 +68,7 @@ class GradientSource(ABC):
     spare = 0
     is_in_parts = False
     batch: Batch | None = None
+    _parameters: Sequence[Tensor] = ()  # that may be unused: their gradient is then zero
 
     def __init__(
         self, module: nn.Module | None, loss_reduction: str, *, assume_independent: bool = False
@@ -194,7 +195,7 @@ class GradientSource(ABC):
                 code="step-passes",
             )
         parts = self.recorded(named_parameters)
-        found: set[int] = set()  # tensors hash slowly
+        found = set(map(id, self._parameters if parts else ()))  # tensors hash slowly
         for part in parts:
             found.update(map(id, part.parameters))
         for name, p in named_parameters:
@@ -273,7 +274,8 @@ def add_clipped(
     is_full = second_moment is not None and second_moment.dim() > 1
     if scale is not None or is_full:
         found = {p: g for part in parts for p, g in part.per_record().items()}
-        rows = [found[p] for p in out]
+        n = len(next(iter(found.values())))
+        rows = [found[p] if p in found else p.new_zeros(()).expand(n, p.numel()) for p in out]
         if scale is not None:  # g/F
             scaled = torch.cat([g.to(scale.dtype) for g in rows], dim=1) / scale
             rows = list(scaled.split([p.numel() for p in out], dim=1))
@@ -299,8 +301,13 @@ def add_clipped(
         for part in parts:
             part.keep_only(kept)
     in_sum = in_type(factor, next(iter(out.values())).dtype)
+    used: set[int] = set()
     for part in parts:
         part.add_sum(in_sum, out, beta)
+        used.update(map(id, part.parameters))
+    for p, o in out.items():
+        if id(p) not in used:  # no record's loss depends on it
+            begun(o, beta)
     if second_moment is not None and is_full:
         rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
         clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)

@@ -29,7 +29,6 @@ from torch._C._functorch import (
 from ..errors import ModelError
 from .derived import storage_of
 
-_IN_ORDER = torch.contiguous_format
 _SHARED, _MAP = "_dpbayes_shared", "_dpbayes_map"  # attributes of a storage
 
 
@@ -41,26 +40,32 @@ class OfOneMap:
 
     _known: dict[int, weakref.ref[Tensor]]
     _level: int | None = None  # of a running map
-    is_in_own_code = False  # which makes tensors unseen, of arguments that were checked
 
-    def _track(self, result: Any, *, is_inner: bool = False) -> None:
-        """Note what a function returned, in a transform of the model's own or not."""
-        if isinstance(result, (tuple, list)):
-            for part in result:
-                self._track(part, is_inner=is_inner)
-        elif isinstance(result, Tensor):
-            memory = result
-            while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
-                memory = get_unwrapped(memory)
-            if memory is not result:
-                self._known[id(result)] = weakref.ref(result)
-                if is_inner:
-                    setattr(storage_of(memory), _MAP, self)
+    def known(self, found: Any, given: Iterable[Any], *, is_inner: bool = False) -> Any:
+        """What a function made of ``given``, in a transform of the model's own or not, with new
+        tensors in order; views stay views. It may be used in this map.
+        """
+        if isinstance(found, (tuple, list)):
+            parts = [self.known(part, given, is_inner=is_inner) for part in found]
+            is_same = all(map(operator.is_, parts, found))
+            return found if is_same else type(found)(parts)
+        if not isinstance(found, Tensor):
+            return found
+        memory, is_first = found, True  # whether dimension 0 of the memory is that of the records
+        while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
+            is_first &= maybe_get_bdim(memory) <= 0
+            memory = get_unwrapped(memory)
+        if memory is found:
+            return found
+        if not (is_first and memory.is_contiguous()) and not _is_among(storage_of(memory), given):
+            found = found.clone(memory_format=torch.contiguous_format)
+        self._known[id(found)] = weakref.ref(found)
+        if is_inner:
+            setattr(storage_of(unwrapped(found)), _MAP, self)
+        return found
 
     def require(self, t: Tensor) -> None:
         """Refuse a tensor that an earlier map left."""
-        if self.is_in_own_code:
-            return
         is_of_records = False
         while is_batchedtensor(t) or is_gradtrackingtensor(t):
             if (known := self._known.get(id(t))) is not None and known() is t:
@@ -83,22 +88,11 @@ class OfOneMap:
         return [t for reference in self._known.values() if (t := reference()) is not None]
 
 
-def in_order(found: Any, given: Iterable[Any]) -> Any:
-    """What a function of the map made of ``given``, with new tensors in order; views stay views."""
-    if isinstance(found, (tuple, list)):
-        parts = [in_order(part, given) for part in found]
-        is_same = all(map(operator.is_, parts, found))
-        return found if is_same else type(found)(parts)
-    if not isinstance(found, Tensor):
-        return found
-    memory, is_first = found, True  # whether dimension 0 of the memory is that of the records
-    while is_batchedtensor(memory) or is_gradtrackingtensor(memory):
-        is_first &= maybe_get_bdim(memory) <= 0
-        memory = get_unwrapped(memory)
-    if memory is found or (is_first and memory.is_contiguous()):
-        return found
-    is_view = _is_among(storage_of(memory), given)
-    return found if is_view else found.clone(memory_format=_IN_ORDER)
+def unwrapped(t: Tensor) -> Tensor:
+    """The tensor of all records, below all transforms."""
+    while is_batchedtensor(t) or is_gradtrackingtensor(t):
+        t = get_unwrapped(t)
+    return t
 
 
 def _is_among(storage: Any, values: Iterable[Any]) -> bool:
@@ -107,11 +101,8 @@ def _is_among(storage: Any, values: Iterable[Any]) -> bool:
         if isinstance(value, (tuple, list)):
             if _is_among(storage, value):
                 return True
-        elif isinstance(value, Tensor):
-            while is_batchedtensor(value) or is_gradtrackingtensor(value):
-                value = get_unwrapped(value)
-            if storage_of(value) is storage:
-                return True
+        elif isinstance(value, Tensor) and storage_of(unwrapped(value)) is storage:
+            return True
     return False
 
 
@@ -122,9 +113,7 @@ def shared(copies: Tensor) -> Tensor:
 
 
 def _is_shared(t: Tensor) -> bool:
-    while is_batchedtensor(t) or is_gradtrackingtensor(t):
-        t = get_unwrapped(t)
-    return hasattr(storage_of(t), _SHARED)
+    return hasattr(storage_of(unwrapped(t)), _SHARED)
 
 
 def require_seen() -> None:
@@ -164,13 +153,12 @@ def layout(function: Callable[..., Any]) -> Callable[..., Any]:
     """Strides of dimensions of size 1 have no meaning; they follow from the others."""
 
     def run(t: Tensor, *args: Any, **options: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            strides, place = list(t.stride()), 1
-            for dim in reversed(range(t.dim())):
-                strides[dim] = strides[dim] if t.shape[dim] > 1 else place
-                place = strides[dim] * t.shape[dim]
-            like = torch.empty_strided(t.shape, strides, device="meta")
-            return function(like, *args, **options)
+        strides, place = list(t.stride()), 1
+        for dim in reversed(range(t.dim())):
+            strides[dim] = strides[dim] if t.shape[dim] > 1 else place
+            place = strides[dim] * t.shape[dim]
+        like = torch.empty_strided(t.shape, strides, device="meta")
+        return function(like, *args, **options)
 
     return run
 

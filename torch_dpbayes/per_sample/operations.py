@@ -362,7 +362,7 @@ class _Operation:
 
         rows = [single[k]._rows for k in places]
         try:
-            found = RecordMap(len(rows[0]), leaves=False)(of_one, rows)
+            found = RecordMap(len(rows[0]))(of_one, rows)
         except Exception:
             if self._is_detached():
                 return self._sealed()
@@ -439,14 +439,21 @@ class _Operation:
 
     # -- values computed from several records, and functions of reduced losses ---------------------
 
-    def _sealed(self) -> Any:
+    def _sealed(
+        self, what: str = "mixes the records of the batch", code: str = "loss-mixes"
+    ) -> Any:
         """Metrics: without gradients, any function runs on the values after ``backward()``. Before,
         the result has only a shape, which must exist for every number of records.
+
+        Args:
+            what, code: of the error if there are gradients.
         """
-        name, batch = self.name, self.batch
+        batch, reads = self.batch, ("reads values of the batch before backward()", "loss-number")
+        if self.has_reduced and any(f._how is None for f in self.followed):  # as in a mixup
+            what = "combines values of several records (x[permuted], a mean) with single records"
+            code, reads = "loss-mixes", (what, "loss-mixes")
         if not self._is_detached():
-            what = f"{name} mixes the records of the batch"
-            raise batch.refuse(what, remedy=self.remedy())
+            raise batch.refuse(f"{self.name} {what}", code, self.remedy())
         shapes: Sequence[Tensor | None] = [None]
         nesting = None
         with suppress(Exception):
@@ -463,9 +470,7 @@ class _Operation:
         sealed = []
         for k, meta in enumerate(shapes):
             if meta is None:
-                raise batch.refuse(
-                    f"{name} reads values of the batch before backward()", "loss-number"
-                )
+                raise batch.refuse(f"{self.name} {reads[0]}", reads[1])
             value = partial(result, k)
             sealed.append(Followed(meta, batch, None, "sealed", value, self.followed[0].device))
         return unflatten(sealed, nesting)
@@ -481,16 +486,9 @@ class _Operation:
         else:
             is_fixed = all(v.dim() == 0 for v in self.others)  # torch.zeros(()) + loss
         if not (is_one and is_fixed and name in kinds.LINEAR):
-            if self._is_detached():
-                return self._sealed()
-            what = f"{name} of a reduced loss"
-            if any(f._how is None for f in self.followed):
-                what = f"{name} combines a mean or sum over records with single records"
-            raise batch.refuse(what, "loss-reduced")
+            return self._sealed("of a reduced loss", "loss-reduced")
         if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *self.others)):
-            if self._is_detached():
-                return self._sealed()
-            raise batch.refuse("a number is added to a sum over records", "loss-reduced")
+            return self._sealed("of a number and a sum over records", "loss-reduced")
         if name in kinds.PRODUCTS and numbers:
             each, rest = divmod(numbers[0], batch.shown)  # the number of records, as it is shown
             is_mean = each == 1 or (each > 1 and batch.loss_reduction == "mean")
@@ -499,7 +497,7 @@ class _Operation:
             if numbers == [batch.shown] and "mul" in name and batch.loss_reduction == "sum":
                 return Followed(first._rows, batch, None, "sum")
         rows = [f._rows for f in self.followed]
-        (found,) = RecordMap(len(rows[0]), leaves=False)(lambda r: [self._called(r)], rows)
+        (found,) = RecordMap(len(rows[0]))(lambda r: [self._called(r)], rows)
         return Followed(found, batch, None, how)
 
     def _backward(

@@ -82,8 +82,7 @@ def embedding(
         return None
     is_wrong = (tokens < 0) | (tokens >= len(weight))
     inside = tokens.masked_fill(is_wrong, 0)
-    with torch._C.DisableTorchFunction():
-        found = torch.embedding(weight, inside)
+    found = torch.embedding(weight, inside)
     if padding_idx is not None:
         is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
         found = torch.where(is_padding, found.detach(), found)
@@ -112,8 +111,7 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ends = lengths.sum() if targets.dim() == 1 else lengths.unsqueeze(-1)
         is_read = torch.arange(targets.shape[-1], device=targets.device) < ends
         labels = targets.masked_fill(wrong, 0)
-        with torch._C.DisableTorchFunction():
-            found = function(log_probs, labels, input_lengths, target_lengths, *rest, **options)
+        found = function(log_probs, labels, input_lengths, target_lengths, *rest, **options)
         is_bad = wrong & is_read
         are_rows = found.dim() > 0 and targets.dim() > 1
         return found.masked_fill(is_bad.any(-1) if are_rows else is_bad.any(), math.nan)
@@ -138,7 +136,8 @@ def embedding_bag(
     is_refused |= options.get("scale_grad_by_freq", False) or indices.numel() == 0
     if is_refused or mode not in ("sum", "mean", "max"):
         return None
-    found = F.embedding(indices, weight)  # (bags, places, numbers)
+    if (found := embedding(indices, weight)) is None:
+        found = F.embedding(indices, weight)  # (bags, places, numbers)
     if per_sample_weights is not None:
         found = found * per_sample_weights.unsqueeze(-1)
     there = torch.ones_like(indices, dtype=torch.bool).unsqueeze(-1)
@@ -190,9 +189,7 @@ def _of_classes(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]
         ignored = options.get("ignore_index", rest[2] if len(rest) > 2 else -100)
         classes = input.shape[0 if input.dim() == 1 else 1]
         wrong = ((target < 0) | (target >= classes)) & (target != ignored)
-        with torch._C.DisableTorchFunction():
-            found = function(input, target.masked_fill(wrong, 0), *rest, **options)
-        return _without(wrong, found)
+        return _without(wrong, function(input, target.masked_fill(wrong, 0), *rest, **options))
 
     return run
 
@@ -207,9 +204,7 @@ def binary_cross_entropy(
         return None
     wrong = ~((input >= 0) & (input <= 1) & (target >= 0) & (target <= 1))
     inside = input.masked_fill(wrong, 0.5), target.masked_fill(wrong, 0.5)
-    with torch._C.DisableTorchFunction():
-        found = F.binary_cross_entropy(*inside, *rest, **options)
-    return _without(wrong, found)
+    return _without(wrong, F.binary_cross_entropy(*inside, *rest, **options))
 
 
 def _without(wrong: Tensor, losses: Tensor) -> Tensor:
@@ -244,8 +239,7 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(input: Tensor, grid: Tensor, *rest: Any, **options: Any) -> Tensor:
         wrong = ~grid.isfinite()
-        with torch._C.DisableTorchFunction():
-            found = function(input, grid.masked_fill(wrong, 0.0), *rest, **options)
+        found = function(input, grid.masked_fill(wrong, 0.0), *rest, **options)
         return found.masked_fill(wrong.any(-1).unsqueeze(1), math.nan)
 
     return run
@@ -285,7 +279,7 @@ def new(t: Tensor, *given: Any, **options: Any) -> Tensor:
         return first.detach().clone()
     is_size = isinstance(first, (int, torch.Size))
     size = given if len(given) > 1 else first
-    return t.new_empty(size, **options) if is_size else t.new_tensor(first, **options)
+    return t.new_zeros(size, **options) if is_size else t.new_tensor(first, **options)
 
 
 def _fill(t: Tensor, mask: Any, value: Any) -> Tensor | None:

@@ -38,7 +38,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records, storage_of
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .memory import OfOneMap, in_order, require_seen, shared
+from .memory import OfOneMap, require_seen, shared, unwrapped
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
@@ -136,8 +136,6 @@ class RecordMap(OfOneMap, TorchFunctionMode):
 
     Args:
         records: n, the number of rows of every mapped tensor in dimension 0.
-        leaves: whether fused operations run on the batch. They must not if gradients will be taken
-            inside a map, because they would draw other random numbers.
         is_random: whether records may draw random numbers. They must not if these numbers could
             depend on a record's place in the batch.
         is_second_way: whether the program may write records into constants that it makes
@@ -150,14 +148,12 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         self,
         records: int,
         *,
-        leaves: bool = True,
         is_random: bool = True,
         is_second_way: bool = False,
         is_part: bool = False,
     ) -> None:
         self._is_second_way, self._is_part = is_second_way, is_part
         self.records, self._randomness = records, "different" if is_random else "error"
-        self._leaves = leaves
         self._error: Exception | None = None  # an error inside; the model may have caught it
         self._known = {}
 
@@ -211,8 +207,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
         outside = _outside(func, (*args, *kwargs.values()), self)
-        is_made = self._is_second_way and func in _MADE
-        if is_special := is_made or not _is_harmless(func) or "generator" in kwargs:
+        if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # it replaces this function while torch traces
             _require_nothing_hidden(func, args, kwargs)
@@ -225,15 +220,15 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             if result is None:
                 self._error = error
                 raise
-        if func is not F.scaled_dot_product_attention:  # it orders its own result
-            result = in_order(result, (*args, *kwargs.values()))
+        is_ordered = func is F.scaled_dot_product_attention  # it is a view of what is in order
+        given = (result,) if is_ordered else (*args, *kwargs.values())
+        result = self.known(result, given, is_inner=is_inner)
         # for an attribute, the function that uses it is checked
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
             trained = [t for t in outside if t.requires_grad]
             if trained and isinstance(result, (Tensor, tuple, list)):
                 raise OutsideTensor(name_of(func), trained[0])
-        self._track(result, is_inner=is_inner)
         return result
 
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -279,9 +274,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         """Separate memory for each record: a model may write into it."""
         if self._level is None or is_of_records(made):
             return made
-        rows = made.new_empty(self.records, *made.shape).copy_(made)
-        while is_gradtrackingtensor(rows):
-            rows = get_unwrapped(rows)
+        rows = unwrapped(made.new_empty(self.records, *made.shape).copy_(made))
         own = functorch._add_batch_dim(rows, 0, self._level)
         return own.clone() if is_gradtrackingtensor(made) else own  # a clone may be written to
 
@@ -314,7 +307,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
 
         with suppress(Exception):
             run = torch.func.vmap(one, randomness="different")
-            return in_order(self.call_batched(run, [values[k] for k in places]), ())
+            return self.known(self.call_batched(run, [values[k] for k in places]), ())
         return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -338,14 +331,10 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             return first
         if func is Tensor.__repr__ and is_of_records(first):
             return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
-        found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW and self._leaves else None
+        found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW else None
         if found is None and func in FUNCTIONS:
-            before, self.is_in_own_code = self.is_in_own_code, True
-            try:
-                with self:
-                    found = FUNCTIONS[func](*args, **kwargs)
-            finally:
-                self.is_in_own_code = before
+            found = FUNCTIONS[func](*args, **kwargs)
+            return self._own(found) if func is Tensor.new else found
         return found
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -382,19 +371,19 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         """
         function, operands = F.scaled_dot_product_attention, [query, key, value]
         if attn_mask is not None:
-            operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
-            self._track(operands[-1])
+            mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+            operands.append(self.known(mask, (attn_mask,)))
 
         def run(*tensors: Tensor) -> Tensor:
             q, k, v, *mask = (t.squeeze(1) for t in tensors)
             found = function(q, k, v, *(mask or (None,)), *rest, **kw)
             return found.transpose(1, 2).unsqueeze(1)
 
-        if self._leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
+        if all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
-                return in_order(self.call_batched(run, operands), ()).transpose(1, 2)
+                return self.known(self.call_batched(run, operands), ()).transpose(1, 2)
         found = _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
-        return in_order(found, ())
+        return self.known(found, ())
 
 
 class as_traced:
@@ -465,7 +454,7 @@ _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
 _LOOKED_AT = frozenset((_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__))
 _LOOKED_AT |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _LOOKED_AT |= {torch.segment_reduce, *_OF_ALL_RECORDS, *_DIMENSIONS}
-_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS
+_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _MADE | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS
 
 
 @functools.lru_cache(4096)
@@ -483,10 +472,7 @@ class RecordsApart(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_harmless(func) or "generator" in kwargs:
             _require_nothing_hidden(func, args, kwargs)
-        found = None
-        if func in FUNCTIONS:
-            with self:
-                found = FUNCTIONS[func](*args, **kwargs)
+        found = FUNCTIONS[func](*args, **kwargs) if func in FUNCTIONS else None
         return func(*args, **kwargs) if found is None else found
 
 
