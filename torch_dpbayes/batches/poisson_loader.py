@@ -277,11 +277,8 @@ def _drawing_privately(
 
 class _EveryRecord(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return _drawing_privately(super().__iter__(), len(self), self._private_numbers)
-
-    @staticmethod
-    def _private_numbers() -> AbstractContextManager[None]:
-        return PrivateRandomness()(OF_RECORDS)
+        private_numbers = partial(PrivateRandomness(), OF_RECORDS)
+        return _drawing_privately(super().__iter__(), len(self), private_numbers)
 
 
 # -- collate functions ----------------------------------------------------------------------------
