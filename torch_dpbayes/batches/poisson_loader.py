@@ -160,11 +160,14 @@ class PoissonLoader(DPDataLoader):
         # not with a worker_init_fn, which may access the user's data set
         is_at_once = then is None and self.recordwise.is_torchs and BatchedDataset.fits(dataset)
         is_alone = reads_whole_batches(dataset)
-        # torch's own code, which reads a batch at once, draws no random numbers
+        # The context for reading records. Augmentations are drawn one after another, so an added
+        # record changes those of others, and anyone who knows the program's seeds could see this.
+        # Torch's own code, which reads a batch at once, draws no random numbers.
         self._private_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         if not is_at_once:
-            devices = {t.device for t in tensors_in(collate_fn([record]))}
-            self._private_numbers = partial(_private_numbers, sampler, devices)
+            kinds = (*{t.device for t in tensors_in(collate_fn([record]))}, *OF_RECORDS)
+            rank = 0 if ranks is None else ranks.rank
+            self._private_numbers = partial(PrivateRandomness(sampler.generator, rank), kinds)
         if data_loader.num_workers > 0:
             settings["worker_init_fn"] = then if is_at_once else _WorkerInit(then)
         if is_alone or is_at_once:
@@ -253,17 +256,6 @@ class PoissonLoader(DPDataLoader):
             return batches
         left = self.sampler_of_draws.left_in_pass()
         return _drawing_privately(batches, left, self._private_numbers)
-
-
-def _private_numbers(
-    sampler: PoissonSampler, devices: Iterable[torch.device]
-) -> AbstractContextManager[None]:
-    """The context for reading records, with secret random numbers. Augmentations are drawn one
-    after another, so an added record changes those of others, and anyone who knows the program's
-    seeds could see this.
-    """
-    rank = 0 if sampler.ranks is None else sampler.ranks.rank
-    return PrivateRandomness(sampler.generator, rank)((*devices, *OF_RECORDS))
 
 
 def _drawing_privately(
