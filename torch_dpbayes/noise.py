@@ -121,10 +121,8 @@ class PrivateRandomness:
             if _private_now:  # one block inside another
                 yield
                 return
-            kinds: set[_Kind] = {_CPU}
-            for kind in devices:
-                if isinstance(kind, str) or kind.type not in ("cpu", "meta"):
-                    kinds.add(kind)
+            own = (k for k in devices if isinstance(k, str) or k.type not in ("cpu", "meta"))
+            kinds: set[_Kind] = {_CPU, *own}
             self._begin(kinds, hides)
             access = {kind: _access(kind) for kind in kinds}
             before = [(put, get()) for get, put in access.values()]
