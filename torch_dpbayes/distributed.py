@@ -152,7 +152,6 @@ class Ranks:
                     f"rank {rank} is in {row.place}, rank 0 in {first.place}: every rank must make"
                     " the same calls."
                 )
-        for rank, row in enumerate(rows):
             known = {**first.facts, **row.facts}
             names = [name for name in known if row.facts.get(name) != first.facts.get(name)]
             if not math.isclose(row.norm, first.norm, rel_tol=1e-5):

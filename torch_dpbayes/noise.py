@@ -68,10 +68,8 @@ def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generat
     generator.manual_seed(int.from_bytes(entropy[:8], "little", signed=True))
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
-        words = (
-            torch.frombuffer(bytearray(entropy[8:]), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
-        )
-        state[_CPU_WORDS] = words.view(torch.uint8)
+        words = np.frombuffer(entropy[8:], np.uint32).astype(np.uint64)
+        state[_CPU_WORDS] = torch.from_numpy(words.view(np.uint8))
         generator.set_state(state)
     return generator
 
@@ -123,10 +121,8 @@ class PrivateRandomness:
             if _private_now:  # one block inside another
                 yield
                 return
-            kinds: set[_Kind] = {_CPU}
-            for kind in devices:
-                if isinstance(kind, str) or kind.type not in ("cpu", "meta"):
-                    kinds.add(kind)
+            own = (k for k in devices if isinstance(k, str) or k.type not in ("cpu", "meta"))
+            kinds: set[_Kind] = {_CPU, *own}
             self._begin(kinds, hides)
             access = {kind: _access(kind) for kind in kinds}
             before = [(put, get()) for get, put in access.values()]
@@ -154,8 +150,7 @@ class PrivateRandomness:
             self._streams, self._process = {}, this_process()
         new = kinds - self._streams.keys()
         if self._generator is None:
-            for kind in new:
-                self._streams[kind] = _stream_from(os.urandom(_ENTROPY_BYTES), kind)
+            self._streams |= {k: _stream_from(os.urandom(_ENTROPY_BYTES), k) for k in new}
             return
         position = stream_position(self._generator)
         number = _blocks_at[position] = _blocks_at.get(position, 0) + 1

@@ -59,27 +59,25 @@ class BatchedDataset(Dataset[Any]):
         return len(self._dataset)
 
     def __getitems__(self, positions: list[int]) -> Any:
-        return _read(self._dataset, positions, self._collate) if positions else self._collate([])
+        dataset = self._dataset
+        while type(dataset) is Subset:
+            positions = [dataset.indices[i] for i in positions]
+            dataset = dataset.dataset
+        if positions and type(dataset) is TensorDataset:
+            index = torch.from_numpy(np.array(positions))  # torch.tensor is ten times as slow
+            return [tensor[index] for tensor in dataset.tensors]
+        if not positions or not _is_table(dataset):
+            return self._collate([dataset[i] for i in positions])
+        if dataset.format["type"] == "torch":
+            columns = dataset[positions]
+            if all(isinstance(c, Tensor) and len(c) == len(positions) for c in columns.values()):
+                return columns
+        return self._collate(dataset.__getitems__(positions))
 
 
 def unchanged(batch: Any) -> Any:
     """The collate function for batches that are already collated."""
     return batch
-
-
-def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any]) -> Any:
-    if type(dataset) is Subset:
-        return _read(dataset.dataset, [dataset.indices[i] for i in positions], collate)
-    if type(dataset) is TensorDataset:
-        index = torch.from_numpy(np.array(positions))  # torch.tensor is ten times as slow
-        return [tensor[index] for tensor in dataset.tensors]
-    if not _is_table(dataset):
-        return collate([dataset[i] for i in positions])
-    if dataset.format["type"] == "torch":
-        columns = dataset[positions]
-        if all(isinstance(c, Tensor) and len(c) == len(positions) for c in columns.values()):
-            return columns
-    return collate(dataset.__getitems__(positions))
 
 
 def _is_table(dataset: Any) -> bool:

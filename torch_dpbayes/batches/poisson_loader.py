@@ -160,11 +160,14 @@ class PoissonLoader(DPDataLoader):
         # not with a worker_init_fn, which may access the user's data set
         is_at_once = then is None and self.recordwise.is_torchs and BatchedDataset.fits(dataset)
         is_alone = reads_whole_batches(dataset)
-        # torch's own code, which reads a batch at once, draws no random numbers
+        # The context for reading records. Augmentations are drawn one after another, so an added
+        # record changes those of others, and anyone who knows the program's seeds could see this.
+        # Torch's own code, which reads a batch at once, draws no random numbers.
         self._private_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         if not is_at_once:
-            devices = {t.device for t in tensors_in(collate_fn([record]))}
-            self._private_numbers = partial(_private_numbers, sampler, devices)
+            kinds = (*{t.device for t in tensors_in(collate_fn([record]))}, *OF_RECORDS)
+            rank = 0 if ranks is None else ranks.rank
+            self._private_numbers = partial(PrivateRandomness(sampler.generator, rank), kinds)
         if data_loader.num_workers > 0:
             settings["worker_init_fn"] = then if is_at_once else _WorkerInit(then)
         if is_alone or is_at_once:
@@ -255,17 +258,6 @@ class PoissonLoader(DPDataLoader):
         return _drawing_privately(batches, left, self._private_numbers)
 
 
-def _private_numbers(
-    sampler: PoissonSampler, devices: Iterable[torch.device]
-) -> AbstractContextManager[None]:
-    """The context for reading records, with secret random numbers. Augmentations are drawn one
-    after another, so an added record changes those of others, and anyone who knows the program's
-    seeds could see this.
-    """
-    rank = 0 if sampler.ranks is None else sampler.ranks.rank
-    return PrivateRandomness(sampler.generator, rank)((*devices, *OF_RECORDS))
-
-
 def _drawing_privately(
     batches: Iterator[Any], count: int, private_numbers: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Any]:
@@ -277,11 +269,8 @@ def _drawing_privately(
 
 class _EveryRecord(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return _drawing_privately(super().__iter__(), len(self), self._private_numbers)
-
-    @staticmethod
-    def _private_numbers() -> AbstractContextManager[None]:
-        return PrivateRandomness()(OF_RECORDS)
+        private_numbers = partial(PrivateRandomness(), OF_RECORDS)
+        return _drawing_privately(super().__iter__(), len(self), private_numbers)
 
 
 # -- collate functions ----------------------------------------------------------------------------
@@ -335,12 +324,10 @@ class RecordwiseCollate:
     @property
     def is_torchs(self) -> bool:
         """Whether the function is torch's own, without functions registered by the user."""
-        if self.wrapped_collator_fn is not default_collate:
-            return False
-        for function in default_collate_fn_map.values():
-            if getattr(function, "__globals__", None) is not vars(torch_collate):
-                return False
-        return True
+        return self.wrapped_collator_fn is default_collate and all(
+            getattr(function, "__globals__", None) is vars(torch_collate)
+            for function in default_collate_fn_map.values()
+        )
 
     def __call__(self, records: Any) -> Any:
         if self._nesting and not records:

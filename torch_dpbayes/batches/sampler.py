@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from ..distributed import Ranks
+from ..distributed import MAKE_PRIVATE, Ranks
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..noise import fresh_generator, stream_of_key
 from ..processes import this_process
@@ -54,7 +53,6 @@ class DrawSequence:
         self._stream = generator
         # the thread of the pass, and a new lock: a fork copies no other threads
         self._thread, self._lock = threading.current_thread(), threading.Lock()
-        self._thread_id = get_ident()
         self._draws = deque[_Draw]()  # draws without a step
         # in a resumed run: generator states from which the waiting draws are repeated first
         self._waiting = deque[torch.Tensor]()
@@ -96,24 +94,21 @@ class DrawSequence:
         """Raise unless this thread owns the pass: gradients of two threads would be added up. A
         thread may begin and own a pass while no batch waits for a step. Call under the lock.
         """
-        before = self._thread
-        if begins and (not self._delivered or not before.is_alive()):
-            self._thread, self._thread_id = threading.current_thread(), get_ident()
-        elif get_ident() != self._thread_id:
+        here = threading.current_thread()
+        if begins and (not self._delivered or not self._thread.is_alive()):
+            self._thread = here
+        elif self._thread is not here:
             raise StateError(
                 "another thread took a batch of this private loader and has not stepped on it: step"
                 " there first, or call make_private for each thread, with one accountant.",
                 code="loader-two-passes",
             )
 
-    def stream_state(self) -> torch.Tensor:
-        """The position of this rank's random stream."""
-        return self._stream.get_state()
-
-    def draw_from(self, state: torch.Tensor) -> None:
+    def draw_as_rank_0(self, ranks: Ranks) -> None:
         """Draw the same batches as rank 0; with callers' generators they are the same already."""
+        state = ranks.from_rank_0(MAKE_PRIVATE, lambda: self._stream.get_state().tolist())
         if self.generator is None:
-            self._renew(self._stream.set_state(state))
+            self._renew(self._stream.set_state(torch.tensor(state, dtype=torch.uint8)))
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -169,6 +164,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
         sample_rate: q in [2⁻⁶³, 1].
         generator: the caller's, on the CPU; None: the operating system's entropy.
         num_workers, ranks: those of the loader.
+        options: those of the scheme.
 
     **Privacy.** Nothing is released, but draws are private data. Rate, number of records and
     generator are read-only, because steps are charged for them.
@@ -184,6 +180,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
         generator: torch.Generator | None,
         num_workers: int,
         ranks: Ranks | None = None,
+        **options: Any,
     ) -> None:
         if not (0 < sample_rate <= 1 and 1 / sample_rate <= _MAX_BATCHES):
             raise ArgumentError(
@@ -204,7 +201,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
         self._num_data, self._sample_rate = num_data, sample_rate
         self._steps = max(1, math.floor(1 / sample_rate + 1e-9))  # 1/q may be rounded down
         self._user_generator = generator
-        self.num_workers, self.ranks = num_workers, ranks
+        self.num_workers, self.ranks, self._options = num_workers, ranks, options
         count, _ = self.drawn
         self._is_sparse = sample_rate < _DENSE_RATE and count > 0
         self._subset = (SparseSubset if self._is_sparse else DenseSubset)(count, sample_rate)
@@ -242,11 +239,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
             )
         self.look_at_data()
         settings = self.num_samples, self.sample_rate, None, self.num_workers
-        return partial(type(self), **self._options()), settings
-
-    def _options(self) -> dict[str, Any]:
-        """The keyword arguments that a subclass adds."""
-        return {}
+        return partial(type(self), **self._options), settings
 
     # -- the data set ------------------------------------------------------------------------------
 
@@ -298,8 +291,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
             self.require_latest(this)
             self._enter_process()
             with self._lock:
-                if get_ident() != self._thread_id:
-                    self._enter_thread()
+                self._enter_thread()
                 if self._handed == len(self._draws):
                     self._draws.append(self._next_draw())
                 self._handed += 1
@@ -364,8 +356,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
             )
         self._enter_process()
         with self._lock:
-            if get_ident() != self._thread_id:
-                self._enter_thread()
+            self._enter_thread()
             self.before_delivery()
             self._is_missed |= self._is_ready
             if self._is_last or not is_part:  # a new draw begins
@@ -397,7 +388,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
                 " that accelerate or Fabric made.",
                 code="loader-no-batch",
             )
-        if get_ident() != self._thread_id:
+        if self._thread is not threading.current_thread():
             self._enter_thread()
         self._is_ready = False
         if self._is_missed:

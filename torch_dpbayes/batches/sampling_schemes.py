@@ -34,22 +34,18 @@ class TruncatedPoissonSampler(PoissonSampler):
 
     scheme, batches = "truncated_poisson", "truncated Poisson batches"
 
-    def __init__(self, *settings: Any, max_batch_size: int) -> None:
-        super().__init__(*settings)
-        self._max_batch_size = max_batch_size
-
-    def _options(self) -> dict[str, Any]:
-        return {"max_batch_size": self._max_batch_size}
-
     def _joining(self, stream: torch.Generator) -> torch.Tensor:
-        joining = super()._joining(stream)
-        if len(joining) > self._max_batch_size:
-            joining = joining[dense_choice(len(joining), self._max_batch_size, stream)]
+        joining, most = super()._joining(stream), self._options["max_batch_size"]
+        if len(joining) > most:
+            joining = joining[dense_choice(len(joining), most, stream)]
         return joining
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         return TruncatedSubsampledGaussianDpEvent(
-            self.num_samples, self.sample_rate, self._max_batch_size, gaussian.noise_multiplier
+            self.num_samples,
+            self.sample_rate,
+            self._options["max_batch_size"],
+            gaussian.noise_multiplier,
         )
 
 
@@ -239,15 +235,8 @@ class UserSampler(PoissonSampler):
 
     scheme, batches = "users", "Poisson batches of users"
 
-    def __init__(self, *settings: Any, users: Users) -> None:
-        self._users = users
-        super().__init__(*settings)
-
-    users = property(attrgetter("_users"))
+    _users = property(lambda self: self._options["users"])
     counted_records = property(attrgetter("_users.counted_records"))  # at most k of each user
-
-    def _options(self) -> dict[str, Any]:
-        return {"users": self._users}
 
     def _joining(self, stream: torch.Generator) -> torch.Tensor:
         return self._users.records_of(super()._joining(stream), stream)

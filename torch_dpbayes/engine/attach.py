@@ -210,8 +210,7 @@ def _check_consistent(
         "the generators of noise and sampling (seeds must be equal)": repr(generators),
     }
     ranks.check_consistent(MAKE_PRIVATE, secrets)
-    state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.stream_state().tolist())
-    sampler.draw_from(torch.tensor(state, dtype=torch.uint8))
+    sampler.draw_as_rank_0(ranks)
 
 
 def _require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
