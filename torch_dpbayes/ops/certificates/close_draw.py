@@ -26,7 +26,6 @@ from ..models import Data, Model
 from .certificate import NOTHING_CHECKED, Certificate, ExactDraw, ExactEvent, Setting, Statement
 
 _LEAST_DELTA = 1e-290  # below it the tail of a Gaussian leaves floating point
-_LARGE_MU = 1e4  # from here on the second term of delta is left out, which only raises delta
 _GRID, _ROUNDS = np.arange(1, 33) / 32, 8  # of an interval that is refined: to 1e-12 of it
 
 
@@ -103,16 +102,16 @@ class CloseDraw(Certificate):
 
 def exact_delta(event: ExactEvent, epsilon: Array) -> Array:
     """δ of an exact draw at each ε ≥ 0, rounded up: Dong, Durfee, Rogers (2020), or Balle, Wang
-    (2018), Theorem 8.
+    (2018), Theorem 8, as ``accounting.gdp.gaussian_delta`` computes it.
     """
     if isinstance(event, BoundedRangeDpEvent):
         gap = np.maximum(event.epsilon - epsilon, 0.0)
         return np.expm1(-gap / 2) ** 2 / -np.expm1(-event.epsilon)
     half, ratio = event.mu / 2, epsilon / event.mu
-    found = special.ndtr(half - ratio) * (1 + 1e-15)
-    if event.mu < _LARGE_MU:
-        found = found - np.exp(epsilon + special.log_ndtr(-half - ratio)) * (1 - 1e-15)
-    return found
+    above = special.log_ndtr(half - ratio)
+    below = epsilon + special.log_ndtr(-half - ratio)
+    error = 1e-15 * (1 + epsilon - above)
+    return np.exp(above) * -np.expm1(np.minimum(below - above - error, 0.0)) * (1 + 1e-12 + error)
 
 
 def exact_epsilon(event: ExactEvent, delta: Array) -> Array:
