@@ -268,7 +268,7 @@ def test_each_records_statistics_are_clipped_and_computed_alone(monkeypatch):
     kernel = statistics(lambda i: (6 // i).double().expand(2), torch.tensor([1, 0, 2]))
     torch.testing.assert_close(kernel._sum, torch.tensor([9.0, 9.0]))
     # a mean over the records is one over the record that the function is given; and in chunks
-    monkeypatch.setattr("torch_dpbayes.density.record_statistics._MOST_ROWS", 7)
+    monkeypatch.setattr("torch_dpbayes.density.record_density._ROWS_IF_PRIVATE", 7)
     x, calls = torch.randn(150), []
 
     def centred(x):

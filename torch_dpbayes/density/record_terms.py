@@ -34,7 +34,6 @@ class RecordTerms:
         self._prior = prior
 
     def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """log p(row | θ), one for each row."""
         structure = self._structure
         args, kwargs = self._arguments.with_rows(rows)
         model = poutine.condition(self._model, self._prior.constrain(theta))

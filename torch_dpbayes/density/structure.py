@@ -131,7 +131,6 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
 
 
 def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
-    """Dimension and size of the data plate."""
     found: dict[str, set[tuple[int | None, int]]] = {}
     for site in trace.nodes.values():
         if site["type"] != "sample":
