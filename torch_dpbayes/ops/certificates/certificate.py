@@ -55,7 +55,6 @@ class Certificate(ABC):
         """Refuse a model for which the certificate does not hold."""
 
     def needs_num_data(self, model: Model) -> bool:
-        """Whether the guarantee depends on the number of records."""
         return False
 
     @abstractmethod
