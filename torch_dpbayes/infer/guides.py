@@ -102,7 +102,6 @@ class GaussianGuide:
 
     @torch.no_grad()
     def put(self, values: dict[str, Tensor]) -> None:
-        """Set the parameters, in place."""
         for name, parameter in self.parameters.items():
             parameter.copy_(values[name])
 

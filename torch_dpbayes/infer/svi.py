@@ -231,7 +231,6 @@ class DPSVI:
 
     @property
     def _event(self) -> DpEvent:
-        """The event of one step."""
         event = noise_event(self._noise_multiplier)
         if self._rate == 1 or not self._noise_multiplier:
             return event
@@ -381,14 +380,11 @@ def _check_optim(optim: Any) -> None:
 
 def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
     """Refuse an optimizer that would fail after the first charge: test it on similar parameters."""
-    tried = copy.copy(optim)
-    tried.optim_objs, tried.grad_clip = {}, {}
-    tried.pt_optim_args = copy.deepcopy(optim.pt_optim_args)  # a scheduler may write to tensors
     for name, parameter in parameters.items():
         made_up = nn.Parameter(torch.ones_like(parameter))
         made_up.grad = torch.ones_like(made_up)
         try:
-            tried([made_up])
+            copy.deepcopy(optim)([made_up])
         except Exception as error:
             kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
             raise ArgumentError(

@@ -17,12 +17,8 @@ class Chain:
     """A bounded set of samples."""
 
     def __init__(self, burn_in: int | None = None, thin: int = 1, max_samples: int = 100) -> None:
-        given = {
-            "burn_in": 0 if burn_in is None else burn_in,
-            "thin": thin,
-            "max_samples": max_samples,
-        }
-        for (name, value), smallest in zip(given.items(), (0, 1, 2), strict=True):
+        counts = (("burn_in", burn_in or 0, 0), ("thin", thin, 1), ("max_samples", max_samples, 2))
+        for name, value, smallest in counts:
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
                 raise ArgumentError(
                     f"{name} must be an integer, at least {smallest} (collect() calls), got"
