@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_dpbayes as dpb
 from torch_dpbayes import errors
-from torch_dpbayes.ops.certificates.close_draw import TooFar
+from torch_dpbayes.ops.certificates.certificate import TooFar
 from torch_dpbayes.ops.certificates.finite_run_langevin import StepTooLarge
 
 ROOT = Path(__file__).resolve().parents[1]

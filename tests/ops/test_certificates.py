@@ -17,7 +17,7 @@ from torch_dpbayes import ops
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.ops.certificates.close_draw import exact_delta
+from torch_dpbayes.ops.certificates.certificate import exact_delta
 from torch_dpbayes.ops.models import Limits
 
 BASES = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from .. import words
 from ..accounting import bounds, renyi
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import counts_of, crossing
-from ..accounting.dominating_pairs import Pair, added
-from ..accounting.events import DpEvent, Method, check_delta, check_epsilon, positive_count
+from ..accounting.dominating_pairs import added
+from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from ..processes import Lock
 from .certificates import Certificate, FiniteRunLangevin, Setting
-from .certificates.certificate import ROUND_UP
-from .certificates.close_draw import TooFar
+from .certificates.certificate import ROUND_UP, TooFar
 from .certificates.finite_run_langevin import StepTooLarge
 from .glm import GLM
 from .models import Model
@@ -326,19 +324,15 @@ def epsilon_with(accountant: PrivacyAccountant, delta: float) -> Callable[..., f
             " whole budget: leave out epsilon= and choose a certificate that fits the budget.",
             code="budget-whole",
         )
+    bound = renyi if accountant.method == "rdp" else bounds
     relation = accountant.neighboring
     held = counts_of(accountant.history, relation)
 
     def epsilon(*events: DpEvent) -> float:
-        counts = added(held, counts_of([(event, 1) for event in events], relation))
-        return _upper(frozenset(counts.items()), delta, accountant.method)
+        more = counts_of([(event, 1) for event in events], relation)
+        return bound.upper_epsilon(added(held, more), delta)
 
     return epsilon
-
-
-@lru_cache(maxsize=64)  # the same ε is computed before and after a charge
-def _upper(counts: frozenset[tuple[Pair, int]], delta: float, method: Method) -> float:
-    return (renyi if method == "rdp" else bounds).upper_epsilon(dict(counts), delta)
 
 
 def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float | None:
