@@ -315,8 +315,6 @@ class PrivateKernel(MCMCKernel):
         on them, so their conditional law is the prior's: the posterior is invariant under the move,
         which costs nothing.
         """
-        if not len(self._unread):
-            return
         self._share_public_numbers(2)
         self._theta, self._log_prior = free_move(
             self._log_prior_at, self._theta, self._log_prior, self._unread, self._uniforms()

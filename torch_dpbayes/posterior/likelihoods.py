@@ -196,8 +196,6 @@ class Normal(Likelihood):
                 f" {list(output.shape)}: for means of several targets pass noise_std= to"
                 " PosteriorSamples"
             )
-        if self.temperature == 1.0:
-            return output
         return torch.stack([output[..., 0], output[..., 1] + math.log(self.temperature)], -1)
 
     def compact(self, forms: Tensor) -> Tensor:
