@@ -324,7 +324,6 @@ WRONG = [  # no guide, optimizer, loss or number
     *({"guide": kind} for kind in (AutoDelta, AutoGuideList, ReadsData)),
     {"guide": lambda model: AutoIAFNormal(model, hidden_dim=[4])},
     {"guide": lambda model: by_hand},
-    {"guide": lambda model: used_guide()},
     {"optim": used_optim},
     {"optim": lambda: used_optim({"AutoNormal.locs.mean": {}})},
     {"optim": lambda: torch.optim.Adam},
@@ -339,6 +338,7 @@ WRONG = [  # no guide, optimizer, loss or number
     {"accountant": "mine"},
 ]
 AT_THE_FIRST_STEP = [
+    {"guide": lambda model: used_guide()},
     {"model": Module(True)},
     {"guide": lambda _: AutoNormal(lambda x: pyro.sample("b", dist.Normal(0, 1)))},
     {"guide": lambda _: AutoNormal(positive)},

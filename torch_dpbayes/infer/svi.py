@@ -389,16 +389,19 @@ class _GaussianGuide:
                 f"the guide is a {type(guide).__name__}, which may read data: use {names}.",
                 code="pyro-guide",
             )
-        _require_unused(guide)
         self._guide = guide
 
     def set_up(self, call: Call, prior: Prior) -> None:
         """Create the guide's parameters from synthetic records. Refuse a guide whose latents are
         not those of ``prior``.
         """
-        guide = self._guide
-        _require_unused(guide)
-        store = pyro.get_param_store()
+        guide, store = self._guide, pyro.get_param_store()
+        if guide.prototype_trace is not None:
+            raise ArgumentError(
+                "the guide was used before, so its parameters may come from the data: pass a new"
+                " one, and start values as init_loc_fn=.",
+                code="pyro-guide",
+            )
         stem = f"{getattr(guide, _NAME)}."
         if taken := sorted(name for name in store.keys() if name.startswith(stem)):
             raise ArgumentError(
@@ -453,15 +456,6 @@ class _GaussianGuide:
     def put(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(values[name])
-
-
-def _require_unused(guide: Any) -> None:
-    if guide.prototype_trace is not None:
-        raise ArgumentError(
-            "the guide was used before, so its parameters may come from the data: pass a new one,"
-            " and start values as init_loc_fn=.",
-            code="pyro-guide",
-        )
 
 
 def _check_optim(optim: Any) -> None:
