@@ -98,13 +98,6 @@ class OnePosteriorSample:
         self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._needs_num_data = certificate.needs_num_data(self._model)
-        if self._needs_num_data and num_data is None and not self._is_count_public:
-            raise ArgumentError(
-                "the guarantee depends on the number of records, which is private here: pass"
-                " num_data=, an upper bound for every data set, or use"
-                " PrivacyAccountant(neighboring='replace_one').",
-                code="num-data",
-            )
         self._solved: dict[int | None, Setting] = {}  # by number of records
         self._last_num_data: int | None = None
 
@@ -253,7 +246,8 @@ class OnePosteriorSample:
         if self._needs_num_data and num_data is None:
             raise ArgumentError(
                 "the guarantee depends on the number of records: pass OnePosteriorSample(...,"
-                " num_data=N), or draw first.",
+                " num_data=N), under add-or-remove-one an upper bound for every data set; under"
+                " replace-one you can also draw first.",
                 code="num-data",
             )
         if num_data not in self._solved:
