@@ -31,7 +31,7 @@ from torch_dpbayes.density import (
     RecordStatistics,
     clipped_ratio_sum,
     program,
-    record_statistics,
+    record_density,
 )
 from torch_dpbayes.per_sample.record_map import RecordMap
 
@@ -425,7 +425,7 @@ def test_a_private_number_of_records_decides_about_no_product_of_matrices(monkey
             terms = density.log_likelihoods(torch.zeros(1))
         statistics = RecordStatistics(lambda x: x @ w, (x[:n],))
         with monkeypatch.context() as patch:
-            patch.setattr(record_statistics, "RecordMap", mapped)
+            patch.setattr(record_density, "RecordMap", mapped)
             found.append((terms, torch.cat(list(statistics.by_chunks())), sizes))
     less, more = found
     assert less[2] == more[2] and all(torch.equal(less[k], more[k][:256]) for k in range(2))

@@ -144,10 +144,6 @@ STRUCTURE = {  # what shapes alone say
     "no plate": lambda y: pyro.sample("y", NORMAL.expand([9]).to_event(1), obs=y + weights("m")),
     "plate of another name": lambda y: gaussian(y, weights("m"), name="rows"),
     "a sum outside": and_more(lambda m, y: dist.Normal(m, 1.0), obs=lambda y: y.sum()),
-    "other data outside": and_more(
-        lambda m, y: dist.Normal(m, 1.0).expand([9]).to_event(1), obs=lambda y: DATA_ELSEWHERE
-    ),
-    "a number outside": and_more(lambda m, y: dist.Normal(m, 1.0), obs=lambda y: torch.tensor(1.0)),
     "a density outside": and_more(
         lambda m, y: dist.Delta(torch.zeros(()), log_density=-m.abs()),
         obs=lambda y: torch.zeros(()),

@@ -19,7 +19,7 @@ from support.pyro_models import (
 from support.recorded import recorded_once
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import DPPenalty, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import ExponentialFamilyPenalty
 from torch_dpbayes.mcmc import kernel as kernel_module
 from torch_dpbayes.mcmc.kernel import Candidate
 
@@ -268,7 +268,7 @@ def test_each_records_statistics_are_clipped_and_computed_alone(monkeypatch):
     kernel = statistics(lambda i: (6 // i).double().expand(2), torch.tensor([1, 0, 2]))
     torch.testing.assert_close(kernel._sum, torch.tensor([9.0, 9.0]))
     # a mean over the records is one over the record that the function is given; and in chunks
-    monkeypatch.setattr("torch_dpbayes.density.record_statistics._MOST_ROWS", 7)
+    monkeypatch.setattr("torch_dpbayes.density.record_density._ROWS_IF_PRIVATE", 7)
     x, calls = torch.randn(150), []
 
     def centred(x):
@@ -287,15 +287,6 @@ def test_each_records_statistics_are_clipped_and_computed_alone(monkeypatch):
 
 
 # -- refusals --------------------------------------------------------------------------------------
-
-
-def unplated(x):
-    Gaussian.model(x)
-    pyro.sample("total", dist.Normal(0.0, 1.0), obs=x.sum())
-
-
-def unplated_kernel(_, **options):
-    return DPPenalty(unplated, **options)
 
 
 def two(x):
@@ -333,7 +324,6 @@ ARGUMENTS = {  # values that a kernel does not take
     **{(make, "target_accept_prob"): (1.0,) for make in MAKERS.values()},
 }
 RUNS = {  # and runs that do not begin
-    "not in the plate": lambda: run(penalty(Gaussian(), kernel=unplated_kernel)),
     "no data": lambda: statistics(two),
     "other lengths": lambda: statistics(two, X, torch.zeros(4)),
     "no tensors": lambda: statistics(two, [1.0, 2.0]),

@@ -86,20 +86,14 @@ def make(kind, noise, accountant=None, the_model=model, alone=False, **options):
     return (of_one if alone else of_many)(the_model, **{**settings, **options})
 
 
-def runner(kernel, num_samples=10, warmup_steps=0, **options):
-    return MCMC(
-        kernel, num_samples=num_samples, warmup_steps=warmup_steps, disable_progbar=True, **options
-    )
-
-
 def charged(accountant):
     return {round(charge.event.noise_multiplier, 9): charge.count for charge in accountant.history}
 
 
-def how_it_ends(kernel, *data, num_samples=10, **options):
+def how_it_ends(kernel, *data, num_samples=10):
     """The error's class and text, the number of draws, and the charges."""
     try:
-        runner(kernel, num_samples, **options).run(*data)
+        MCMC(kernel, num_samples, 0, disable_progbar=True).run(*data)
         ending = ("", "")
     except (Exception, KeyboardInterrupt) as error:
         ending = (type(error).__name__, str(error))

@@ -11,6 +11,7 @@ from scipy.integrate import quad
 from scipy.optimize import brentq, minimize_scalar
 from scipy.stats import norm
 from support.conjugate_chains import Gaussian, family, hmc, penalty
+from support.profiles import stated
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
@@ -24,12 +25,7 @@ OF_HMC = {"num_steps": 4, "log_ratio_slope": 2.0, "max_grad_norm": 0.5}
 RELATIONS = [("add_or_remove_one", 1), ("replace_one", 2)]
 
 
-def gaussian_delta(mu, epsilon):
-    """Dong, Roth and Su (2022), Corollary 2.13."""
-    return norm.cdf(-epsilon / mu + mu / 2) - math.exp(epsilon) * norm.cdf(-epsilon / mu - mu / 2)
-
-
-LARGEST_MU = brentq(lambda mu: gaussian_delta(mu, 2.0) - 1e-5, 1e-3, 10)
+LARGEST_MU = brentq(lambda mu: stated(events.MuGaussianDpEvent(mu), 2.0) - 1e-5, 1e-3, 10)
 
 
 def mu(plan, num_steps=0, num_chains=1, reuse=True, sensitivity=1):

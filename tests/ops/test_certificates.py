@@ -15,7 +15,9 @@ from support.profiles import excess_and_share, stated
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
+from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.ops.certificates.certificate import exact_delta
 from torch_dpbayes.ops.models import Limits
 
 BASES = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
@@ -181,6 +183,13 @@ def test_draws_follow_the_exact_law_of_the_chain():
 
 
 # --- close to an exact draw -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mu", [1e-9, 1.0, 1e5])
+def test_the_profile_of_an_exact_draw_is_the_accountants(mu):
+    points = np.linspace(0.0, 3 * mu + mu**2 / 2, 5)
+    wanted = [gaussian_delta(mu, epsilon) for epsilon in points]
+    assert exact_delta(MuGaussianDpEvent(mu), points) == pytest.approx(wanted, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("order", [1.5, 4.0, 30.0])

@@ -109,24 +109,6 @@ def test_no_value_of_a_record_stops_a_hybrid_run(family):
     assert "ASSUMED" not in run.guarantee
 
 
-def test_each_release_is_charged_before_it_is_drawn():
-    seen, accountant = [], PrivacyAccountant(neighboring="replace_one")
-
-    class Noting(ops.FiniteRunLangevin):
-        def draw(self, *arguments):
-            seen.append(len(accountant))
-            return super().draw(*arguments)
-
-    class Counting(dpb.optim.DPSGLD):
-        def _update(self, parts):
-            seen.append(len(accountant))
-            super()._update(parts)
-
-    chain = partial(Counting, lr=0.05)
-    run_hybrid(accountant=accountant, certificate=Noting(steps=5), optimizer=chain)
-    assert seen == list(range(1, 12))
-
-
 def test_a_run_that_does_not_fit_any_more_is_refused_before_its_start():
     """Others charge after the noise was calibrated; or the caller's budget is below the target."""
 

@@ -295,7 +295,7 @@ REFUSED = [
     lambda: one(None, finite(step_size=0.1), 1.0, 1e-5, num_data=5000).event,
     *(partial(one, None, None, *target) for target in ((1.0,), (-1.0, 1e-5), (1.0, 2.0))),
     lambda: one(num_data=0),
-    lambda: one(accountant=PrivacyAccountant()),
+    lambda: one(accountant=PrivacyAccountant()).sample(X, Y),
     lambda: one(num_data=49).sample(X, Y),
     lambda: one().guarantee(),
     lambda: one(lambda x: None),

@@ -22,14 +22,13 @@ Each file imports only files above it:
 * ``locality``: synthetic rows, and the check on them that no record's term depends on others;
 * ``program``: terms and gradients, recorded on synthetic rows; ``pieces``: gradients without
   their zeros;
-* ``record_density``: the programs run on the data, clipped and summed; ``record_statistics``:
-  likewise the statistics of an exponential family. Only these files and ``arguments`` read data.
+* ``record_density``: the programs run on the data, clipped and summed, likewise the statistics of
+  an exponential family. Only this file and ``arguments`` read data.
 """
 
 from .prior import Prior
 from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
-from .record_density import RecordDensity, clipped_ratio_sum
-from .record_statistics import RecordStatistics
+from .record_density import RecordDensity, RecordStatistics, clipped_ratio_sum
 from .structure import prior_without_data
 
 __all__ = [

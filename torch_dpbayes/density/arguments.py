@@ -160,7 +160,6 @@ class Arguments:
         return args, kwargs
 
     def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
-        """Synthetic rows with the shapes of the data's rows."""
         like = [self._leaves[k] for k in self.row_dims]
         return [made_up(torch.Size([count, *row.shape[1:]]), row, flavour) for row in like]
 

@@ -183,7 +183,6 @@ class MadeUpRecords:
                 )
 
     def _prior_with(self, rows: list[Tensor]) -> Tensor:
-        """The prior with these rows as the data."""
         return self.prior.log_density_with(self.theta, *self._arguments.with_rows(rows))
 
     def _rounding(

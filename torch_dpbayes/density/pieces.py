@@ -90,8 +90,6 @@ def pieces_of(outputs: Sequence[Tensor], layout: Layout) -> list[Piece]:
 
 def dense(pieces: Sequence[Piece], dimension: int) -> Tensor:
     """(records, dimension)."""
-    if len(pieces) == 1 and pieces[0].width == dimension:
-        return pieces[0].dense()
     values = pieces[0].values
     result = values.new_zeros(len(values), dimension)
     for piece in pieces:

@@ -111,7 +111,6 @@ class Prior:
 
     @property
     def dimension(self) -> int:
-        """Length of θ."""
         return sum(self._sizes)
 
     def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
@@ -130,7 +129,6 @@ class Prior:
         return torch.cat([value.to(self.device, self.dtype) for value in values])
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
-        """Unconstrained values by site."""
         parts = zip(self._shapes.items(), theta.split(self._sizes), strict=True)
         return {name: part.reshape(shape) for (name, shape), part in parts}
 
@@ -307,7 +305,6 @@ class Prior:
             ) from error
 
     def trace(self) -> Trace:
-        """One run of the model."""
         try:
             return trace_at(self._model, {}, self._args, self._kwargs)
         except NotImplementedError as error:

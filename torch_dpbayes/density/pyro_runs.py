@@ -51,11 +51,7 @@ def public_randomness() -> Iterator[None]:
     """Random numbers inside come from the operating system's entropy. The caller's generators are
     neither used nor changed.
     """
-    devices = (
-        list(range(torch.cuda.device_count()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else []
-    )
+    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
     with using_pyro, torch.random.fork_rng(devices):
         torch.set_rng_state(fresh_generator().get_state())
         for device in devices:
@@ -140,7 +136,6 @@ def first_line(error: Exception) -> str:
 
 
 def improper(error: Exception) -> UnfitModel:
-    """The error for a model that cannot be sampled."""
     return UnfitModel(
         f"the model cannot be sampled from: {first_line(error)}. Latents need proper priors:"
         " write a wide Normal instead of an improper distribution."

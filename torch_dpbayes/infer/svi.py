@@ -6,13 +6,23 @@ import copy
 import logging
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NoReturn
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
+from torch.distributions import biject_to
 from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
@@ -24,8 +34,9 @@ from ..accounting.events import (
     positive_count,
 )
 from ..batches.sampler import PoissonSampler
-from ..density import Model, RecordDensity
-from ..density.pyro_runs import frozen_ones_kept
+from ..density import Model, Prior, RecordDensity, without_value_checks
+from ..density.arguments import Call
+from ..density.pyro_runs import frozen_ones_kept, public_randomness
 from ..distributed import require_single_process
 from ..errors import (
     ArgumentError,
@@ -38,10 +49,12 @@ from ..errors import (
 from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
 from ..noise_aware.run import budget_of, public_num_data
 from ..processes import Lock
-from .guides import GaussianGuide
 
 _log = logging.getLogger("torch_dpbayes")
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers, which have no public attribute
+# exactly these classes: the forward() of a subclass may read data
+_GAUSSIAN = (AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)
+_NAME = "_pyro_name"  # the guide's name in the parameter store; Pyro has no public attribute
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
 _LATER: Any = None  # the value before the first step
 _DRAWS = 100  # largest number of draws until the model can be evaluated at one
@@ -129,7 +142,7 @@ class DPSVI:
         self._batch_size = check_positive("expected_batch_size", expected_batch_size)
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
-        self._gaussian = GaussianGuide(guide)
+        self._gaussian = _GaussianGuide(guide)
         self._density: RecordDensity = _LATER
         self._saved: dict[str, Any] | None = None
         self._iterate: dict[str, Tensor] = {}
@@ -231,7 +244,6 @@ class DPSVI:
 
     @property
     def _event(self) -> DpEvent:
-        """The event of one step."""
         event = noise_event(self._noise_multiplier)
         if self._rate == 1 or not self._noise_multiplier:
             return event
@@ -365,6 +377,87 @@ class DPSVI:
         return (std * noise - total) / self._rate
 
 
+class _GaussianGuide:
+    """θ = m + Le with e ~ N(0, I): ∂θ/∂φ and the entropy do not need the data. The guide is one
+    of Pyro's. It must not have run before, because its parameters could then depend on data.
+    """
+
+    def __init__(self, guide: AutoGuide) -> None:
+        if type(guide) not in _GAUSSIAN:
+            names = ", ".join(kind.__name__ for kind in _GAUSSIAN)
+            raise ArgumentTypeError(
+                f"the guide is a {type(guide).__name__}, which may read data: use {names}.",
+                code="pyro-guide",
+            )
+        self._guide = guide
+
+    def set_up(self, call: Call, prior: Prior) -> None:
+        """Create the guide's parameters from synthetic records. Refuse a guide whose latents are
+        not those of ``prior``.
+        """
+        guide, store = self._guide, pyro.get_param_store()
+        if guide.prototype_trace is not None:
+            raise ArgumentError(
+                "the guide was used before, so its parameters may come from the data: pass a new"
+                " one, and start values as init_loc_fn=.",
+                code="pyro-guide",
+            )
+        stem = f"{getattr(guide, _NAME)}."
+        if taken := sorted(name for name in store.keys() if name.startswith(stem)):
+            raise ArgumentError(
+                f"Pyro's parameter store holds {taken[0]!r} from another run, and the guide would"
+                " use it: call pyro.clear_param_store() before.",
+                code="pyro-guide",
+            )
+        args, kwargs = call
+        with public_randomness(), store.scope(), poutine.block(), without_value_checks():
+            guide(*args, **kwargs)
+        prototype: Any = guide.prototype_trace
+        sites = {name: site["fn"] for name, site in prototype.iter_stochastic_nodes()}
+        ones = prior.unflatten(torch.ones(prior.dimension, dtype=prior.dtype, device=prior.device))
+        if set(sites) != set(ones) or not all(
+            torch.equal(biject_to(site.support)(ones[name]), prior.transforms[name].inv(ones[name]))
+            for name, site in sites.items()
+        ):
+            raise ArgumentError(
+                f"the guide has the latents {sorted(sites)}, the model the continuous latents"
+                f" {sorted(ones)}, or supports differ: build the guide from this model.",
+                code="pyro-guide",
+            )
+        # θ has the sites in sorted order, the guide in the order of its trace
+        places = prior.unflatten(torch.arange(prior.dimension))
+        self._names = list(places)
+        self._from_trace = torch.argsort(torch.cat([places[name].reshape(-1) for name in sites]))
+        self.parameters: dict[str, torch.nn.Parameter] = dict(guide.named_parameters())
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """θ and the entropy of the guide up to a constant, differentiable in :attr:`parameters`."""
+        guide = self._guide
+        if not isinstance(guide, AutoNormal):
+            posterior: Any = guide.get_posterior()
+            return posterior.rsample()[self._from_trace], posterior.entropy()
+        pieces, entropy = [], torch.zeros(())
+        for name in self._names:
+            loc, scale = attrgetter(name)(guide.locs), attrgetter(name)(guide.scales)
+            pieces.append((loc + scale * torch.randn_like(loc)).reshape(-1))
+            entropy = entropy + scale.log().sum()
+        return torch.cat(pieces), entropy
+
+    def require_own(self) -> None:
+        """Raise if the guide's parameters are not the ones that the run created."""
+        if any(p is not self.parameters.get(n) for n, p in self._guide.named_parameters()):
+            raise StateError(
+                "the guide's parameters were replaced since the last step (by Pyro's parameter"
+                " store?): build a new guide and DPSVI after pyro.clear_param_store().",
+                code="pyro-guide",
+            )
+
+    @torch.no_grad()
+    def put(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
+
+
 def _check_optim(optim: Any) -> None:
     if not isinstance(optim, PyroOptim):
         raise ArgumentTypeError(f"optim must be one of pyro.optim's optimizers, got {optim!r}")
@@ -381,14 +474,11 @@ def _check_optim(optim: Any) -> None:
 
 def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
     """Refuse an optimizer that would fail after the first charge: test it on similar parameters."""
-    tried = copy.copy(optim)
-    tried.optim_objs, tried.grad_clip = {}, {}
-    tried.pt_optim_args = copy.deepcopy(optim.pt_optim_args)  # a scheduler may write to tensors
     for name, parameter in parameters.items():
         made_up = nn.Parameter(torch.ones_like(parameter))
         made_up.grad = torch.ones_like(made_up)
         try:
-            tried([made_up])
+            copy.deepcopy(optim)([made_up])
         except Exception as error:
             kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
             raise ArgumentError(

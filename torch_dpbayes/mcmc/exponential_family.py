@@ -13,8 +13,14 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import noise_multiplier_or_0, positive_count
-from ..density import InvalidPoint, Model, Prior, UnfitModel, prior_without_data
-from ..density.record_statistics import RecordStatistics
+from ..density import (
+    InvalidPoint,
+    Model,
+    Prior,
+    RecordStatistics,
+    UnfitModel,
+    prior_without_data,
+)
 from ..noise import check_clip_bound
 from .kernel import Candidate, PrivateKernel
 from .proposals import Proposal, RandomWalk
@@ -158,7 +164,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
     # -- functions of θ ----------------------------------------------------------------------------
 
     def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
-        """η and A of θ."""
         natural, normalizer = self._natural(values), self._normalizer(values)
         return natural.detach().double().reshape(-1), float(normalizer)
 

@@ -197,7 +197,6 @@ def _require_gradients() -> None:
 
 
 def checked_jitter(jitter: float) -> float:
-    """A share of the step size."""
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
         raise ArgumentError(f"jitter is a share of step_size, between 0 and 1; got {jitter!r}.")
     return float(jitter)

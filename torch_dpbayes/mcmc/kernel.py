@@ -12,7 +12,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,6 +69,7 @@ class PrivateKernel(MCMCKernel):
     """
 
     _owners: ManyOwners | None = None  # None: one owner has all records
+    save_params: list[str]  # Pyro's: sites whose draws are kept; exists only if it was set
     # arguments that ``repr`` shows, and the attributes that have their values
     _told: tuple[tuple[str, str], ...] = ()
 
@@ -90,13 +91,13 @@ class PrivateKernel(MCMCKernel):
             )
         super().__init__()
         self.model = model
-        self._transforms: dict[str, Any] | None = None
+        # for each site the map from its distribution's support to unconstrained space
+        self.transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob if moves.proposal is None else None
         self._moves = moves
         self._initial: Start = None
         self._starts_given = 0  # how often initial_params was set since the last setup()
-        self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
         self._run_begin, self._is_run = 0, False
         self._begin()
@@ -161,7 +162,9 @@ class PrivateKernel(MCMCKernel):
 
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
         """The events of the next iteration: of the noisy log ratio, and of the move."""
-        return [(events.noise_event(self._multiplier), 1), *self._moves.charges]
+        proposal = self._moves.proposal
+        moves = [] if proposal is None else [(proposal.event, 1)]
+        return [(events.noise_event(self._multiplier), 1), *moves]
 
     @abstractmethod
     def _candidate(self, theta: Tensor) -> Candidate:
@@ -200,26 +203,6 @@ class PrivateKernel(MCMCKernel):
     def initial_params(self, params: Start) -> None:
         self._initial, self._starts_given = params, self._starts_given + 1
 
-    @property
-    def save_params(self) -> list[str]:
-        """Names of the sites whose draws are kept, sorted: in another order Pyro would mislabel
-        them. The attribute exists only if it was set.
-        """
-        if self._saved is None:
-            raise AttributeError("save_params is not set: draws of all sites are kept.")
-        return self._saved
-
-    @save_params.setter
-    def save_params(self, names: Iterable[str]) -> None:
-        if isinstance(names, str):
-            raise ArgumentTypeError(f"save_params must be a list of names: write [{names!r}].")
-        self._saved = sorted(set(names))
-
-    @property
-    def transforms(self) -> dict[str, Any] | None:
-        """For each site the map from its distribution's support to unconstrained space."""
-        return self._transforms
-
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Pyro calls this at the start of every chain, and once more after parallel chains.
         It releases and charges nothing.
@@ -240,7 +223,7 @@ class PrivateKernel(MCMCKernel):
             self._run_begin = len(self._chains)
         self._warmup_steps = warmup_steps
         owners = self._owners
-        with using_pyro, owners.in_set_up() if owners else nullcontext(), torch.no_grad():
+        with using_pyro, owners.running(begins=True) if owners else nullcontext(), torch.no_grad():
             self._set_up(args, kwargs)
             given = None if self._initial is None else self._prior.flatten(self._initial)
             if given is not None:
@@ -249,7 +232,7 @@ class PrivateKernel(MCMCKernel):
                 settings = {
                     "target_accept_prob": self._target,
                     "warmup_steps": warmup_steps,
-                    "save_params": self._saved,
+                    "save_params": getattr(self, "save_params", None),
                     "initial_params": given,
                 }
                 owners.compare(self._density, settings)
@@ -257,11 +240,14 @@ class PrivateKernel(MCMCKernel):
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         prior = self._prepare(args, kwargs)
-        if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
-            raise ArgumentError(
-                f"save_params has {unknown}, but the latents are {sorted(prior.transforms)}."
-            )
-        self._prior, self._transforms = prior, prior.transforms
+        if names := getattr(self, "save_params", ()):
+            if isinstance(names, str) or set(names) - set(prior.transforms):
+                raise ArgumentError(
+                    f"save_params must be a list of names out of {sorted(prior.transforms)}, got"
+                    f" {names!r}."
+                )
+            self.save_params = sorted(set(names))  # in another order Pyro would mislabel them
+        self._prior, self.transforms = prior, prior.transforms
         is_read = self._reads(prior)
         if not is_read.any():  # then all latents are moved as if records read them
             is_read = ~is_read
@@ -294,14 +280,14 @@ class PrivateKernel(MCMCKernel):
         """
         owners = self._owners
         # only one thread at a time: an iteration releases exactly what it charged
-        with using_pyro, owners.in_iteration() if owners else nullcontext(), torch.no_grad():
-            if self._prior is None or self._public is None:
+        with using_pyro, owners.running() if owners else nullcontext(), torch.no_grad():
+            if self._public is None:
                 raise StateError(
                     "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
                     " ...).run(data)."
                 )
             theta = self._prior.flatten(params)
-            if not self._started or self._theta is None or not torch.equal(theta, self._theta):
+            if not self._started or not torch.equal(theta, self._theta):
                 self._require_start(theta)
                 self._share_public_numbers(0)
                 self._start(theta)
@@ -329,8 +315,6 @@ class PrivateKernel(MCMCKernel):
         on them, so their conditional law is the prior's: the posterior is invariant under the move,
         which costs nothing.
         """
-        if not len(self._unread):
-            return
         self._share_public_numbers(2)
         self._theta, self._log_prior = free_move(
             self._log_prior_at, self._theta, self._log_prior, self._unread, self._uniforms()
@@ -373,7 +357,8 @@ class PrivateKernel(MCMCKernel):
         self._counted += 1
         if self._iteration > self._warmup_steps:
             values = self._prior.constrain(self._theta)
-            draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
+            names = getattr(self, "save_params", None) or values
+            draw = {name: values[name].detach().cpu().clone() for name in names}
             if self._iteration == self._warmup_steps + 1:
                 self._chains.append([])
             self._chains[-1].append(draw)
@@ -390,7 +375,7 @@ class PrivateKernel(MCMCKernel):
         if self._accountant.path is not None:
             self._accountant.close()
         if is_first and not self._is_run:
-            complaint = complaint_of(mixing_of(self._draws_of_last_run(), self._transforms))
+            complaint = complaint_of(mixing_of(self._draws_of_last_run(), self.transforms))
             if complaint is not None:
                 warnings.warn(complaint, stacklevel=2)
 
@@ -417,7 +402,7 @@ class PrivateKernel(MCMCKernel):
             "acceptance rate": self._accepted / self._counted if self._counted else math.nan,
             "divergences": [k for k, ratio in enumerate(after_warmup) if math.isnan(ratio)],
             "noisy log ratios": list(self._log_ratios),
-            **mixing_of(self._draws_of_last_run(), self._transforms),
+            **mixing_of(self._draws_of_last_run(), self.transforms),
         }
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
@@ -476,7 +461,6 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def _scale(self) -> float:
-        """The current scale of the moves."""
         return self._moves.scale * math.exp(self._log_scale)
 
     def _event(self) -> events.DpEvent:
@@ -539,7 +523,6 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def _total_multiplier(self) -> float:
-        """The noise multiplier of the log ratio of all owners together."""
         return self._multiplier if self._owners is None else self._owners.total_multiplier
 
     def _is_hidden(self, bound: float) -> bool:
@@ -550,11 +533,7 @@ class PrivateKernel(MCMCKernel):
         return all(map(can_hide, (bound, own * bound, total * bound)))
 
     def _log_prior_there(self, theta: Tensor) -> float:
-        """log p(θ).
-
-        Raises:
-            InvalidPoint: it is not finite.
-        """
+        """log p(θ). InvalidPoint: it is not finite."""
         value = self._log_prior_at(theta)
         if not math.isfinite(value):
             raise InvalidPoint

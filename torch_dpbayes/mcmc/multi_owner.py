@@ -188,15 +188,36 @@ class ManyOwners:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranks": None, "_together": False}
 
-    # -- set-up ------------------------------------------------------------------------------------
-
     @contextmanager
-    def in_set_up(self) -> Iterator[None]:
-        """Context of a set-up. OwnerError: another owner failed or cannot be reached."""
-        self._messages = 0
-        with self._stopping_together(self._ranks_here()):
-            self._together = True
-            yield
+    def running(self, *, begins: bool = False) -> Iterator[None]:
+        """Context of a set-up, which ``begins`` a chain, or of an iteration. An error inside ends
+        the chains of all owners; the others do not see its text. OwnerError: another owner failed
+        or cannot be reached.
+        """
+        ranks = self._ranks_here()
+        if begins:
+            self._messages, self._together = 0, True
+        elif not self._together:
+            raise OwnerError(
+                "the owners do not run together: call pyro.infer.MCMC(kernel, ...).run(own data)"
+                " on all ranks."
+            )
+        try:
+            with ranks:
+                yield
+        except RankError as error:
+            self._together = False
+            if ranks.is_broken:
+                raise OwnerError(
+                    "the other owners cannot be reached: start all of them again, with"
+                    f" initial_params= at the last draw. {_CHARGED}"
+                ) from error
+            raise OwnerError(f"{error} {_CHARGED}") from error
+        except BaseException:
+            self._together = False
+            raise
+
+    # -- set-up ------------------------------------------------------------------------------------
 
     def compare(self, density: RecordDensity, settings: dict[str, Any]) -> None:
         """Agree on a seed to which every owner contributes. OwnerError: the owners differ in
@@ -239,18 +260,6 @@ class ManyOwners:
             )
 
     # -- one iteration -----------------------------------------------------------------------------
-
-    @contextmanager
-    def in_iteration(self) -> Iterator[None]:
-        """Context of an iteration. If an error ends it, the iterations of the others end, too."""
-        ranks = self._ranks_here()
-        if not self._together:
-            raise OwnerError(
-                "the owners do not run together: call pyro.infer.MCMC(kernel, ...).run(own data)"
-                " on all ranks."
-            )
-        with self._stopping_together(ranks):
-            yield
 
     def public_numbers(self, iteration: int, stage: int) -> GaussianNoise:
         """Random numbers that are the same for all owners."""
@@ -330,24 +339,6 @@ class ManyOwners:
                 " released."
             )
         return self._ranks
-
-    @contextmanager
-    def _stopping_together(self, ranks: Ranks) -> Iterator[Ranks]:
-        """An error inside ends the chains of all owners. The others do not see its text."""
-        try:
-            with ranks:
-                yield ranks
-        except RankError as error:
-            self._together = False
-            if ranks.is_broken:
-                raise OwnerError(
-                    "the other owners cannot be reached: start all of them again, with"
-                    f" initial_params= at the last draw. {_CHARGED}"
-                ) from error
-            raise OwnerError(f"{error} {_CHARGED}") from error
-        except BaseException:
-            self._together = False
-            raise
 
 
 class SharedRandomness(GaussianNoise):

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..accounting import events
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import noise_multiplier_for
+from ..accounting import bounds, events
+from ..accounting.calibration import counts_of, noise_multiplier_for
 from ..errors import ArgumentError
 from ..noise import check_positive
 from .exponential_family import ExponentialFamilyPenalty
@@ -243,13 +242,13 @@ def plan(
 
     **Privacy.** Computed from public numbers: nothing is released or charged.
     """
-    epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
+    delta = events.check_delta(target_delta)
     iterations = events.positive_count(num_iterations, "num_iterations")
     chains = events.positive_count(num_chains, "num_chains")
-    bounds = {"log_ratio_slope": log_ratio_slope, "max_grad_norm": max_grad_norm}
+    given = {"log_ratio_slope": log_ratio_slope, "max_grad_norm": max_grad_norm}
     slope, norm = (
         None if value is None else check_positive(name, value, "a clip bound of a record")
-        for name, value in bounds.items()
+        for name, value in given.items()
     )
     names, steps, gradients, split, scatter = ["noise_multiplier"], 0, 0, 1.0, 0.0
     if kernel in (DPHMC, MultiOwnerHMC):
@@ -272,30 +271,23 @@ def plan(
         raise ArgumentError(
             f"num_steps and max_grad_norm have no effect on {kernel.__name__}: leave them out."
         )
-    accountant = PrivacyAccountant(None, delta, neighboring=neighboring)
-    for event, count, *rest in (history := tuple(history)):
-        if len(rest) > 1 and rest[1]:
-            raise ArgumentError(
-                "the history has adaptive charges, whose guarantee is always the whole budget:"
-                " plan for a new accountant, without history=.",
-                code="budget-whole",
-            )
-        accountant.compose(event, count)
 
     def event_of(z: float) -> events.DpEvent:
         counts = [(z, iterations), (z * split, gradients)]
         each = [events.SelfComposedDpEvent(events.GaussianDpEvent(m), n) for m, n in counts if n]
         return events.ComposedDpEvent(each)
 
+    history = tuple(history)
     noise = noise_multiplier_for(
         event_of,
-        target_epsilon=epsilon,
+        target_epsilon=target_epsilon,
         target_delta=delta,
         steps=1,
         neighboring=neighboring,
         history=history,
     )
-    spent = accountant.compose(event_of(noise)).get_epsilon()
+    charges = counts_of([*history, (event_of(noise), 1)], neighboring)
+    spent = bounds.upper_epsilon(charges, delta)
     noises = dict(zip(names, (noise, noise * split), strict=False))
     return Plan(noises, iterations, spent, delta, steps, slope, norm, scatter)
 

@@ -45,11 +45,6 @@ class Moves:
     def __init__(self, argument: str, scale: float, factor: Tensor | None) -> None:
         self._argument, self.scale, self._factor = argument, scale, factor
 
-    @property
-    def charges(self) -> list[tuple[events.DpEvent, int]]:
-        """The events of one move."""
-        return [] if self.proposal is None else [(self.proposal.event, 1)]
-
     def require_dimension(self, dimension: int) -> None:
         """Refuse a factor for another number of coordinates."""
         if self._factor is not None and len(self._factor) != dimension:

@@ -15,17 +15,15 @@ from ..noise import GaussianNoise, check_positive
 from ..words import shown
 from .models import Density
 
-_LEAST_GAP = 1e-290  # below, floats lose digits, so the limit c = 1, an upper bound, is used
+_LEAST_GAP = 1e-290  # below, floats lose digits; even here all steps count as if c were 1
 
 
 def mu_of_last_state(sensitivity: float, step_size: float, gap: float, steps: int) -> float:
     """μ of the last step of :class:`Overdamped` (Bok, Su, Altschuler 2024); ``gap``: 1 − c."""
-    forgotten = float(steps)
-    if gap >= _LEAST_GAP:
-        # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits if c is close to 1
-        grown = math.tanh(-steps * math.log1p(-gap) / 2) if gap < 1 else 1.0
-        forgotten = grown * (2 - gap) / gap
-    return sensitivity * math.sqrt(step_size / 2 * forgotten)
+    gap = max(gap, _LEAST_GAP)
+    # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits if c is close to 1
+    grown = math.tanh(-steps * math.log1p(-gap) / 2) if gap < 1 else 1.0
+    return sensitivity * math.sqrt(step_size / 2 * (grown * (2 - gap) / gap))
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ class Underdamped:
         \text{law} \propto \exp(-U(x) - \|v\|^2 / (2u))
 
     With E = e^{−γh}: v' = E·v − (u/γ)(1−E)∇U + W_v, x' = x + (1−E)v/γ − (u/γ)(h − (1−E)/γ)∇U + W_x,
-    where Var W_v = u(1−E²), Cov(W_x, W_v) = (u/γ)(1−E)² and Var W_x = (2u/γ)(h − 2(1−E)/γ +
-    (1−E²)/(2γ)).
+    where Var W_v = u(1−E²), Cov(W_x, W_v) = (u/γ)(1−E)² and Var(W_x | W_v) = (2u/γ²)(γh − 2
+    tanh(γh/2)).
 
     Source: Cheng, Chatterji, Bartlett and Jordan (2018), "Underdamped Langevin MCMC", equations 5
     and 10.
@@ -104,16 +102,15 @@ class Underdamped:
         lag = _second_order(gamma * h)  # γh − (1 − E), without cancellation
         variance = u * -math.expm1(-2 * gamma * h)
         covariance = u / gamma * gone**2
-        rest = 2 * u / gamma**2 * _spread(gamma * h) - covariance**2 / variance  # Var(W_x | W_v)
+        rest = 2 * u / gamma**2 * _third_order(gamma * h)  # Var(W_x | W_v)
         x = density.start.clone()
         v = math.sqrt(u) * _gaussian(x, noise)
         for _ in shown(range(self.steps), "drawing one posterior sample"):
             gradient = density.gradient(x)
             kick = math.sqrt(variance) * _gaussian(x, noise)
             x.add_(v, alpha=gone / gamma).sub_(gradient, alpha=u / gamma**2 * lag)
-            x.add_(kick, alpha=covariance / variance).add_(
-                _gaussian(x, noise), alpha=math.sqrt(max(rest, 0.0))
-            )
+            x.add_(kick, alpha=covariance / variance)
+            x.add_(_gaussian(x, noise), alpha=math.sqrt(rest))
             v.mul_(1 - gone).sub_(gradient, alpha=drift).add_(kick)
         return x
 
@@ -127,10 +124,6 @@ def _second_order(t: float) -> float:
     return t + math.expm1(-t) if t > 1e-3 else t * t / 2 * (1 - t / 3 * (1 - t / 4))
 
 
-def _spread(t: float) -> float:
-    """t − 2(1 − e^{−t}) + (1 − e^{−2t})/2 = t³/3 − t⁴/4 + 7t⁵/60 − …"""
-    return (
-        t + 2 * math.expm1(-t) - math.expm1(-2 * t) / 2
-        if t > 1e-2
-        else t**3 / 3 * (1 - 0.75 * t + 0.35 * t * t - 0.125 * t**3)
-    )
+def _third_order(t: float) -> float:
+    """t − 2 tanh(t/2) = t³/12 − t⁵/120 + …"""
+    return t - 2 * math.tanh(t / 2) if t > 1e-2 else t**3 / 12 * (1 - t * t / 10)

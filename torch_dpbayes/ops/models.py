@@ -49,7 +49,6 @@ class Model(ABC):
         """
 
     def num_records(self, data: Data) -> int:
-        """The number of records."""
         return len(data[0])
 
     @abstractmethod

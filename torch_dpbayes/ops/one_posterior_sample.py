@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from .. import words
 from ..accounting import bounds, renyi
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import counts_of, crossing
-from ..accounting.dominating_pairs import Pair, added
-from ..accounting.events import DpEvent, Method, check_delta, check_epsilon, positive_count
+from ..accounting.dominating_pairs import added
+from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from ..processes import Lock
 from .certificates import Certificate, FiniteRunLangevin, Setting
-from .certificates.certificate import ROUND_UP
-from .certificates.close_draw import TooFar
+from .certificates.certificate import ROUND_UP, TooFar
 from .certificates.finite_run_langevin import StepTooLarge
 from .glm import GLM
 from .models import Model
@@ -48,8 +46,7 @@ class OnePosteriorSample:
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that gets its data as arguments. For draws of
-            one shape it is read once: if constants that it uses change, make a new object.
+            model with one data plate named "data" that gets its data as arguments.
         certificate: bounds a record's influence, and makes the draw. The default, 10,000 steps of
             Langevin dynamics, is for a GLM.
         epsilon: target ε of all charges on the accountant after one draw. None: no tempering.
@@ -101,13 +98,6 @@ class OnePosteriorSample:
         self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._needs_num_data = certificate.needs_num_data(self._model)
-        if self._needs_num_data and num_data is None and not self._is_count_public:
-            raise ArgumentError(
-                "the guarantee depends on the number of records, which is private here: pass"
-                " num_data=, an upper bound for every data set, or use"
-                " PrivacyAccountant(neighboring='replace_one').",
-                code="num-data",
-            )
         self._solved: dict[int | None, Setting] = {}  # by number of records
         self._last_num_data: int | None = None
 
@@ -256,7 +246,8 @@ class OnePosteriorSample:
         if self._needs_num_data and num_data is None:
             raise ArgumentError(
                 "the guarantee depends on the number of records: pass OnePosteriorSample(...,"
-                " num_data=N), or draw first.",
+                " num_data=N), under add-or-remove-one an upper bound for every data set; under"
+                " replace-one you can also draw first.",
                 code="num-data",
             )
         if num_data not in self._solved:
@@ -327,19 +318,15 @@ def epsilon_with(accountant: PrivacyAccountant, delta: float) -> Callable[..., f
             " whole budget: leave out epsilon= and choose a certificate that fits the budget.",
             code="budget-whole",
         )
+    bound = renyi if accountant.method == "rdp" else bounds
     relation = accountant.neighboring
     held = counts_of(accountant.history, relation)
 
     def epsilon(*events: DpEvent) -> float:
-        counts = added(held, counts_of([(event, 1) for event in events], relation))
-        return _upper(frozenset(counts.items()), delta, accountant.method)
+        more = counts_of([(event, 1) for event in events], relation)
+        return bound.upper_epsilon(added(held, more), delta)
 
     return epsilon
-
-
-@lru_cache(maxsize=64)  # the same ε is computed before and after a charge
-def _upper(counts: frozenset[tuple[Pair, int]], delta: float, method: Method) -> float:
-    return (renyi if method == "rdp" else bounds).upper_epsilon(dict(counts), delta)
 
 
 def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float | None:

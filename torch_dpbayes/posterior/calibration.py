@@ -57,7 +57,6 @@ def multipliers(total: float) -> list[float]:
 
 
 def event_of(total: float) -> ComposedDpEvent:
-    """The event of a calibration."""
     return ComposedDpEvent([GaussianDpEvent(z) for z in multipliers(total)])
 
 
@@ -130,7 +129,6 @@ def estimate(score: Callable[[float], float], total: float, is_normal: bool) -> 
 
 
 def _released(total: float, multiplier: float, noise: GaussianNoise) -> float:
-    """The sum with its noise."""
     xi = noise.standard_normal(1, dtype=torch.float64, device=torch.device("cpu"))
     return total + multiplier * float(xi)
 

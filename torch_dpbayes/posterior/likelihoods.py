@@ -84,11 +84,9 @@ class Likelihood(ABC):
         return forms
 
     def average(self, forms: Iterator[Tensor]) -> Tensor:
-        """The prediction, from the form of one sample after another."""
         return average(map(self.point, forms))
 
     def entropy(self, forms: Tensor) -> Tensor:
-        """The entropy of the prediction."""
         return self.entropies(self.tempered(forms))[0]
 
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
@@ -198,8 +196,6 @@ class Normal(Likelihood):
                 f" {list(output.shape)}: for means of several targets pass noise_std= to"
                 " PosteriorSamples"
             )
-        if self.temperature == 1.0:
-            return output
         return torch.stack([output[..., 0], output[..., 1] + math.log(self.temperature)], -1)
 
     def compact(self, forms: Tensor) -> Tensor:

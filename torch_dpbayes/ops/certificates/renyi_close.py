@@ -10,8 +10,7 @@ import numpy as np
 from ...errors import CertificateError
 from ...noise import check_positive
 from ..langevin import Overdamped, Underdamped
-from .certificate import ROUND_UP, ExactDraw, ExactEvent
-from .close_draw import CloseDraw, TooFar, exact_epsilon
+from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, TooFar, exact_epsilon
 
 # how δ is split: to the exact draw, and of the rest to the step from Q to P; any split is valid
 _SHARES = np.array(

@@ -10,8 +10,7 @@ import numpy as np
 from ...errors import CertificateError
 from ...noise import check_positive
 from ..langevin import Overdamped, Underdamped
-from .certificate import ROUND_UP, ExactDraw, ExactEvent
-from .close_draw import CloseDraw, TooFar, exact_delta
+from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, TooFar, exact_delta
 
 _POINTS, _ROUNDS = 401, 5  # of a grid that is refined: 1e-13 of the first one
 
