@@ -49,6 +49,11 @@ def shorten(norms_squared: Tensor, bound: float) -> Tensor:
     return (least * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
 
 
+def short(rows: Tensor, bound: float = 1.0) -> Tensor:
+    """Rows, or one row, scaled down to norm ``bound``."""
+    return rows * shorten(rows.square().sum(-1, keepdim=True), bound)
+
+
 class ModelRecords:
     """A Pyro model as a source of records: the roles of its arguments, and simulation.
 
