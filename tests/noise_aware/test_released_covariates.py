@@ -2,10 +2,10 @@
 
 import math
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
+from small_models import linear, records_of
+from support.pyro_models import gaussian, weights
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import ArgumentError
@@ -25,40 +25,19 @@ from torch_dpbayes.noise_aware.covariates import (
 )
 from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.likelihood import law_differences
-from torch_dpbayes.noise_aware.records import ModelRecords
 from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
-DOUBLE = torch.float64
-pytestmark = pytest.mark.usefixtures("recorded_once")
-
-
-def linear(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1], dtype=x.dtype), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+pytestmark = pytest.mark.usefixtures("recorded_once", "double")
 
 
 def two_groups(x, g, h, y):
-    a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        means = a[g] + torch.tensor([0.0, 1.0], dtype=DOUBLE)[h] + x.sum(1)
-        pyro.sample("y", dist.Normal(means, 1.0), obs=y)
-
-
-def records_of(model, *covariates):
-    options = {"count_is_public": True, "public": (), "chunk": 1000}
-    y = torch.zeros(len(covariates[0]), dtype=DOUBLE)
-    return ModelRecords(model, (*covariates, y), **options)
+    gaussian(y, weights("a", 3)[g] + torch.tensor([0.0, 1.0])[h] + x.sum(1))
 
 
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("options", [{"constant_columns": {0: 0.5}}, {"public": ("features",)}])
 def test_predictions_read_rows_as_the_run_did(options):
-    glm, x, y = (
-        dpb.ops.GLM(max_feature_norm=1.5),
-        3 * torch.randn(100, 3, dtype=DOUBLE),
-        torch.ones(100),
-    )
+    glm, x, y = dpb.ops.GLM(max_feature_norm=1.5), 3 * torch.randn(100, 3), torch.ones(100)
     run = {"epsilon": 1.0, "delta": 1e-5, "num_simulated": 500, "num_releases": 1}
     found = posterior(glm, x, y, **run, **options)
     rows = x
@@ -81,31 +60,31 @@ def test_rows_are_shortened_however_a_layer_is_called(by_name):
     class Network(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.head = torch.nn.Linear(2, 1, bias=False, dtype=DOUBLE)
+            self.head = torch.nn.Linear(2, 1, bias=False)
 
         def forward(self, x):
             return self.head(input=x) if by_name else self.head(x)
 
-    weight = torch.tensor([[[1.0, 2.0]]], dtype=DOUBLE)
-    one = torch.ones(1, dtype=DOUBLE)
+    weight = torch.tensor([[[1.0, 2.0]]])
+    one = torch.ones(1)
     draws, shape = Draws(weight[0], one, 0.0, 1.0, 1.0, ""), FeatureShape(1.0, {}, (2,))
     found = NoiseAwarePosterior(draws, {"head.weight": weight}, [], None, shape=shape)
     found.likelihood = "bernoulli"
-    predicted = found.predict(Network(), torch.tensor([[3.0, 4.0]], dtype=DOUBLE), num_samples=2)
+    predicted = found.predict(Network(), torch.tensor([[3.0, 4.0]]), num_samples=2)
     assert float(predicted) == pytest.approx(1 / (1 + math.exp(-2.2)), rel=1e-5)
 
 
 def law_of(mean, covariance, bound=2.0, constants=None):
     size = len(mean) + len(constants or {})
-    records = records_of(linear, torch.zeros(50, size, dtype=DOUBLE))
+    records = records_of(linear, torch.zeros(50, size), torch.zeros(50))
     shape = feature_shape(records, bound, constants or {})
     return Released(records, 1, shape, (mean, covariance))
 
 
 def test_shortened_rows_have_the_released_moments():
     """Without the fit half of the rows would be longer than R before, and too short after."""
-    mean = torch.tensor([0.3, 0.0, -0.2], dtype=DOUBLE)
-    wanted = torch.diag(torch.tensor([0.30, 0.15, 0.05], dtype=DOUBLE))
+    mean = torch.tensor([0.3, 0.0, -0.2])
+    wanted = torch.diag(torch.tensor([0.30, 0.15, 0.05]))
     bound = 2.0
     (rows,) = law_of(mean, wanted, bound).rows(60_000, 0).values()
     assert float(rows.norm(dim=1).max()) <= bound * (1 + 1e-9)
@@ -116,18 +95,18 @@ def test_shortened_rows_have_the_released_moments():
 
 def test_a_mean_of_norm_one_leaves_a_covariance():
     """Noise moves it there at a tiny ε."""
-    mean = torch.tensor([0.6, 0.8], dtype=DOUBLE)
-    (rows,) = law_of(mean, 1e-9 * torch.eye(2, dtype=DOUBLE)).rows(500, 0).values()
+    mean = torch.tensor([0.6, 0.8])
+    (rows,) = law_of(mean, 1e-9 * torch.eye(2)).rows(500, 0).values()
     assert bool(rows.isfinite().all())
 
 
 def test_constant_columns_are_set_and_do_not_count():
     constants = {1: 5.0}
-    mean, wanted = torch.zeros(2, dtype=DOUBLE), 0.1 * torch.eye(2, dtype=DOUBLE)
+    mean, wanted = torch.zeros(2), 0.1 * torch.eye(2)
     (rows,) = law_of(mean, wanted, constants=constants).rows(1000, 0).values()
     assert bool((rows[:, 1] == 5.0).all())
     shape = FeatureShape(1.0, constants, (3,))
-    raw = torch.randn(100, 3, dtype=DOUBLE)
+    raw = torch.randn(100, 3)
     raw[0, 0] = math.nan
     short = shape.shortened(raw)
     assert bool((short[:, 1] == 5.0).all()) and float(short[:, [0, 2]].norm(dim=1).max()) <= 1
@@ -142,13 +121,13 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
     level m is integrated out. Draws that are one trajectory apart are worth a fifth and more.
     """
     monkeypatch.setitem(gram_draws.__globals__, "_APART", 1)
-    released, noise = torch.tensor([[1.0, 0.25], [0.25, 0.5]], dtype=DOUBLE), 0.1
-    axis = torch.linspace(-2.2, 0.6, 36, dtype=DOUBLE)
-    logs = torch.cartesian_prod(axis, torch.linspace(-0.6, 1.2, 24, dtype=DOUBLE), axis)
+    released, noise = torch.tensor([[1.0, 0.25], [0.25, 0.5]]), 0.1
+    axis = torch.linspace(-2.2, 0.6, 36)
+    logs = torch.cartesian_prod(axis, torch.linspace(-0.6, 1.2, 24), axis)
     matrices = torch.linalg.matrix_exp(logs[:, [0, 1, 1, 2]].reshape(-1, 2, 2))
     # ‖L − mI‖² = (l₁₁ − l₂₂)²/2 + 2 l₁₂² + 2 (mean − m)²; D = 3
     apart = (logs[:, 0] - logs[:, 2]).square() / 2 + 2 * logs[:, 1].square()
-    spread = torch.logspace(-2.5, 1.0, 80, dtype=DOUBLE)
+    spread = torch.logspace(-2.5, 1.0, 80)
     of_spread = -2 * spread.log() - 2 * spread.square() / (4 * math.log(10.0) ** 2) + spread.log()
     prior = (of_spread - apart[:, None] / (2 * spread.square())).logsumexp(1)
     misfit = (matrices - released).square().sum((1, 2))
@@ -167,12 +146,12 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
 def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
     """p(s) of 2,000 draws against sums over a grid; the level is N(tr L/d, s²/d)."""
     size, numbers = 3, 6
-    matrix = torch.diag(torch.tensor([0.3, -0.5, 1.0], dtype=DOUBLE))
+    matrix = torch.diag(torch.tensor([0.3, -0.5, 1.0]))
     draws = [_hyperparameters(matrix) for _ in range(2000)]
     level, square = torch.stack([torch.stack(draw) for draw in draws]).T
     trace = matrix.trace() / size
-    total = (matrix - trace * torch.eye(size, dtype=DOUBLE)).square().sum()
-    s = torch.logspace(-3, 3, 5000, dtype=DOUBLE)
+    total = (matrix - trace * torch.eye(size)).square().sum()
+    s = torch.logspace(-3, 3, 5000)
     log_p = (1 - numbers) * s.log() - total / (2 * s**2) - size * s**2 / (4 * math.log(10.0) ** 2)
     weights = (log_p + s.log()).softmax(0)  # of log s
     mean = float(weights @ s.log())
@@ -187,8 +166,8 @@ def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
 def test_laws_differ_as_the_noise_of_their_release():
     """Deviations of 400 draws have an error of 3.5 %."""
     n, mean_std, matrix_std = 1000, 30.0, 7.0
-    total = n * torch.tensor([0.2, -0.1], dtype=DOUBLE)
-    products = n * torch.diag(torch.tensor([0.2, 0.1], dtype=DOUBLE))
+    total = n * torch.tensor([0.2, -0.1])
+    products = n * torch.diag(torch.tensor([0.2, 0.1]))
     moments = NoisyMoments(total, mean_std, products, matrix_std)
 
     def known(released, std, count):
@@ -214,16 +193,16 @@ def test_counts_have_their_posterior():
     n, std, size, sets, draws = 1000, 30.0, 12, 60, 19
     means, outer = [], []
     while len(means) < sets:
-        h = (0.032 + 0.968 * torch.rand((), dtype=DOUBLE)) ** -2
+        h = (0.032 + 0.968 * torch.rand(())) ** -2
         rho = torch.distributions.Beta(1.0, h).sample((100,))
         rho = rho[(rho > 1e-3) & (rho < 0.99)][0]
-        level = torch.distributions.Dirichlet(torch.ones(size, dtype=DOUBLE)).sample()
-        counts = n * (level + (rho * level).sqrt() * torch.randn(size, dtype=DOUBLE))
-        noisy = counts + std * torch.randn(size, dtype=DOUBLE)
+        level = torch.distributions.Dirichlet(torch.ones(size)).sample()
+        counts = n * (level + (rho * level).sqrt() * torch.randn(size))
+        noisy = counts + std * torch.randn(size)
         released = NoisyCategories({0: size}, noisy[:, None], None, std)
         found = torch.stack([released._counts(noisy, n, level) for _ in range(draws)])
         # many are 0, and draws are in places
-        blur = 2 * torch.rand(draws + 1, size, dtype=DOUBLE)
+        blur = 2 * torch.rand(draws + 1, size)
         ranks = (found + blur[1:] < counts.clamp_min(0.0) + blur[0]).double().sum(0) / draws
         means.append(ranks.mean())
         outer.append(((ranks - 0.5).abs() > 0.48).double().mean())  # 2 of 20 ranks
@@ -237,9 +216,9 @@ def of_two_groups(noise, count=3000, apart=0.4):
     """Rows of two categories that depend on each other and move the mean, and those of a law."""
     g = torch.randint(3, (count,))
     h = torch.where(torch.rand(count) < 0.8, (g > 0).long(), torch.randint(2, (count,)))
-    effects = apart * torch.randn(3, 2, dtype=DOUBLE), apart * torch.randn(2, 2, dtype=DOUBLE)
-    x = 0.3 * torch.randn(count, 2, dtype=DOUBLE) + effects[0][g] + effects[1][h]
-    records = records_of(two_groups, x, g, h)
+    effects = apart * torch.randn(3, 2), apart * torch.randn(2, 2)
+    x = 0.3 * torch.randn(count, 2) + effects[0][g] + effects[1][h]
+    records = records_of(two_groups, x, g, h, torch.zeros(count))
     shape = feature_shape(records, 1.0, {})
     x = shape.shortened(x)
     found = noisy_moments(in_units(x, shape), (noise, noise))
@@ -271,10 +250,8 @@ def test_rows_of_a_category_have_its_mean_and_categories_go_together():
 
 def test_combinations_add_up_to_the_counts_of_their_arguments():
     """Which have less noise; and what it hides of combinations differs from law to law."""
-    counts = torch.tensor([500.0, 300.0, 200.0, 900.0, 100.0], dtype=DOUBLE)
-    released = NoisyCategories(
-        {0: 3, 1: 2}, counts[:, None], torch.full((6,), 1e3 / 6).double(), 50.0
-    )
+    counts = torch.tensor([500.0, 300.0, 200.0, 900.0, 100.0])
+    released = NoisyCategories({0: 3, 1: 2}, counts[:, None], torch.full((6,), 1e3 / 6), 50.0)
     tables = torch.stack([law.tables[0][1] for law in released.laws(1000, [None] * 101, 1)[1:]])
     sums = torch.cat([tables.reshape(-1, 3, 2).sum(2), tables.reshape(-1, 3, 2).sum(1)], 1)
     assert float((sums.mean(0) - counts / 1000).abs().max()) < 0.03
@@ -293,12 +270,12 @@ def test_effects_are_drawn_from_their_posterior(apart, std, least, most):
     three is looked at. Or noise of .01, and effects are as uncertain as that.
     """
     size, rows, count, found = 20, 1000, 30, []
-    moments = torch.zeros(2, dtype=DOUBLE), 0.09 * torch.eye(2, dtype=DOUBLE)
+    moments = torch.zeros(2), 0.09 * torch.eye(2)
     for _ in range(3):
-        truth = apart * torch.randn(size, 2, dtype=DOUBLE)
+        truth = apart * torch.randn(size, 2)
         truth = truth - truth.mean(0)
-        exact = torch.cat([torch.ones(size, 1, dtype=DOUBLE), truth], 1)
-        sums = rows * exact + std * torch.randn(size, 3, dtype=DOUBLE)
+        exact = torch.cat([torch.ones(size, 1), truth], 1)
+        sums = rows * exact + std * torch.randn(size, 3)
         released = NoisyCategories({0: size}, sums, None, std)
         laws = released.laws(size * rows, [moments] * count, 1)[1:]
         drawn = torch.stack([law.effects[0] - law.effects[0].mean(0) for law in laws])
@@ -316,7 +293,7 @@ def test_effects_of_one_argument_do_not_widen_those_of_another():
     n, std, widths = 5000, 50.0, []
     for _ in range(3):
         g, h = torch.randint(3, (n,)), torch.randint(30, (n,))
-        x = 0.1 * torch.randn(n, 1, dtype=DOUBLE) + torch.tensor([[-0.6], [0.0], [0.6]]).double()[g]
+        x = 0.1 * torch.randn(n, 1) + torch.tensor([[-0.6], [0.0], [0.6]])[g]
         released = noisy_categories([g, h], {0: 3, 1: 30}, x, std)
         moments = x.mean(0), torch.cov(x.T).reshape(1, 1)
         laws = released.laws(n, [moments] * 21, 1)
@@ -333,8 +310,8 @@ def test_rows_have_the_covariance_where_classes_are_beyond_the_bound():
     variance 4 % too small and a mean .015 away; now 1.7 % and .008, with chance errors of .001.
     """
     g = torch.arange(20_000) % 3
-    apart = 1.5 * torch.eye(3, dtype=DOUBLE)[g] + torch.tensor([1.0, 0.5, 0.0]).double()
-    x = FeatureShape(1.0, {}, (3,)).shortened(apart + 0.5 * torch.randn(20_000, 3, dtype=DOUBLE))
+    apart = 1.5 * torch.eye(3)[g] + torch.tensor([1.0, 0.5, 0.0])
+    x = FeatureShape(1.0, {}, (3,)).shortened(apart + 0.5 * torch.randn(20_000, 3))
     wanted = torch.cov(x.T)
     means = torch.stack([x[g == k].mean(0) for k in range(3)])
     rows = shortened_draws(x.mean(0), wanted, 20_000, (means[g] - x.mean(0), [g]))
@@ -359,9 +336,9 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
         return law_differences(fit, simulators, releases)
 
     monkeypatch.setattr(inference, "law_differences", noted)
-    scales = torch.logspace(0, -1, 6, dtype=DOUBLE)
-    x = torch.randn(1000, 6, dtype=DOUBLE) * scales / scales.norm()
-    y = x @ torch.randn(6, dtype=DOUBLE) + torch.randn(1000, dtype=DOUBLE)
+    scales = torch.logspace(0, -1, 6)
+    x = torch.randn(1000, 6) * scales / scales.norm()
+    y = x @ torch.randn(6) + torch.randn(1000)
     accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
     options = {"num_data": 1000, "num_simulated": 500, "num_releases": 2}
     found = posterior(linear, x, y, accountant=accountant, **options)
@@ -380,10 +357,10 @@ def sums_of(rows, shape):
 @pytest.mark.parametrize("is_swap", [False, True])
 def test_moments_move_by_their_sensitivity(is_swap):
     shape = FeatureShape(1.0, {}, (3,))
-    rows = shape.shortened(torch.randn(30, 3, dtype=DOUBLE))
+    rows = shape.shortened(torch.randn(30, 3))
     other = rows[1:]
     if is_swap:
-        other = torch.cat([torch.tensor([[0.0, 0.0, 1.0]], dtype=DOUBLE), rows[1:]])
+        other = torch.cat([torch.tensor([[0.0, 0.0, 1.0]]), rows[1:]])
     limits = (2.0, math.sqrt(2)) if is_swap else (1.0, 1.0)
     for one, two, most in zip(sums_of(rows, shape), sums_of(other, shape), limits, strict=True):
         assert float((one - two).norm()) <= most
@@ -395,7 +372,7 @@ def test_sums_by_category_move_by_their_sensitivity(has_numbers, sizes):
     """A record that leaves all it was in, or stays in its categories and turns around; and one in
     categories that do not exist adds nothing.
     """
-    row = torch.tensor([[0.6, 0.8]], dtype=DOUBLE)
+    row = torch.tensor([[0.6, 0.8]])
 
     def of(category, x):
         columns = [torch.tensor([category]) for _ in sizes]

@@ -7,31 +7,25 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import stats
+from small_models import coins, records_of
+from support.pyro_models import gaussian, weights
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import posterior_for_module
 from torch_dpbayes.noise_aware.models import LastLayer, model_of
-from torch_dpbayes.noise_aware.records import ModelRecords, clipped, scores
+from torch_dpbayes.noise_aware.records import clipped, scores
 from torch_dpbayes.noise_aware.run import Mechanism
 
-pytestmark = pytest.mark.usefixtures("recorded_once")
-ONE = torch.ones((), dtype=torch.float64)
+pytestmark = pytest.mark.usefixtures("recorded_once", "double")
 
 
 def regression(x, y, offset=1.0):
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1], dtype=x.dtype), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=offset + x @ w), obs=y.to(x.dtype))
+    zeros = torch.zeros(x.shape[1], dtype=x.dtype)
+    coins(offset + x @ pyro.sample("w", dist.Normal(zeros, 1.0).to_event(1)), y.to(x.dtype))
 
 
 def data(n=300):
-    x = torch.randn(n, 3, dtype=torch.float64)
-    return x, torch.randint(2, (n,))
-
-
-def records_of(model, *args, **options):
-    settings = {"count_is_public": True, "public": (), "chunk": 500}
-    return ModelRecords(model, args, **(settings | options))
+    return torch.randn(n, 3), torch.randint(2, (n,))
 
 
 def test_roles_are_read_from_the_model():
@@ -41,23 +35,21 @@ def test_roles_are_read_from_the_model():
     assert records_of(regression, *data(), public=("x",)).roles == ["public", "observed"]
 
     def grouped(y, g):
-        a = pyro.sample("a", dist.Normal(torch.zeros(7, dtype=torch.float64), 1.0).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(a[g], 1.0), obs=y)
+        gaussian(y, weights("a", 7)[g])
 
-    found = records_of(grouped, torch.randn(50, dtype=torch.float64), torch.randint(7, (50,)))
+    found = records_of(grouped, torch.randn(50), torch.randint(7, (50,)))
     assert found.roles == ["observed", "category"] and found.categories() == {1: 7}
 
 
 def test_simulated_records_have_the_law_of_the_model():
     def mixture(x):
-        m = pyro.sample("m", dist.Normal(0 * ONE, ONE))
+        m = weights("m")
         with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Categorical(torch.tensor([0.3, 0.7]).double()))
+            z = pyro.sample("z", dist.Categorical(torch.tensor([0.3, 0.7])))
             pyro.sample("x", dist.Normal(torch.stack([m, m + 10])[z], 1.0), obs=x)
 
-    records = records_of(mixture, torch.zeros(100, dtype=torch.float64))
-    theta = torch.tensor([2.0], dtype=torch.float64)
+    records = records_of(mixture, torch.zeros(100))
+    theta = torch.tensor([2.0])
     density = records.simulate(theta, {}, 40_000, 1)
     (x,) = density.rows()
     assert float((x > 7).double().mean()) == pytest.approx(0.7, abs=5 * math.sqrt(0.21 / 40_000))
@@ -71,15 +63,15 @@ def test_simulated_records_have_the_law_of_the_model():
 
 def test_one_site_may_read_what_another_observes():
     def chain(a, b):
-        m = pyro.sample("m", dist.Normal(0 * ONE, ONE))
+        m = weights("m")
         with pyro.plate("data", len(a)):
             pyro.sample("b", dist.Normal(m + 5 * a, 0.1), obs=b)
             pyro.sample("a", dist.Normal(m, 1.0), obs=a)
 
-    zeros = torch.zeros(60, dtype=torch.float64)
+    zeros = torch.zeros(60)
     records = records_of(chain, zeros, zeros)
     assert records.roles == ["observed", "observed"]
-    a, b = records.simulate(torch.zeros(1, dtype=torch.float64), {}, 5000, 1).rows()
+    a, b = records.simulate(torch.zeros(1), {}, 5000, 1).rows()
     assert float(torch.corrcoef(torch.stack([a, b]))[0, 1]) > 0.99
 
 
@@ -93,8 +85,8 @@ def test_a_record_moves_a_sum_by_at_most_one():
         records.density = records.density.with_rows([r[rows].clone() for r in (x, y)])
         return Mechanism(records, None, {}).clipped_sum(theta, whitening)
 
-    theta = torch.randn(3, dtype=torch.float64)
-    whitening = 5 * torch.randn(3, 3, dtype=torch.float64)
+    theta = torch.randn(3)
+    whitening = 5 * torch.randn(3, 3)
     alone = torch.stack([clipped_sum([k]) for k in range(8)])
     assert bool(alone.isfinite().all()) and float(alone.norm(dim=1).max()) <= 1.0
     assert bool((alone[:2] == 0).all()) and bool((alone[3:] != 0).any(1).all())
@@ -102,11 +94,8 @@ def test_a_record_moves_a_sum_by_at_most_one():
 
 
 def test_clipped_is_never_longer_than_one():
-    rows = (
-        torch.randn(1000, 4, dtype=torch.float64)
-        * torch.logspace(-200, 200, 1000).double()[:, None]
-    )
-    found = clipped(rows, torch.randn(4, 4, dtype=torch.float64))
+    rows = torch.randn(1000, 4) * torch.logspace(-200, 200, 1000)[:, None]
+    found = clipped(rows, torch.randn(4, 4))
     assert bool(found.isfinite().all()) and float(found.norm(dim=1).max()) <= 1.0
 
 
@@ -151,10 +140,10 @@ def test_features_of_a_record_are_a_function_of_it_alone():
 
 
 def test_a_log_variance_is_one():
-    net = torch.nn.Linear(2, 2, bias=False).double()
+    net = torch.nn.Linear(2, 2, bias=False)
     layer = LastLayer(net, "normal", 1.0)
-    weight = torch.tensor([[0.0, 0.0], [math.log(9.0), 0.0]], dtype=torch.float64)
-    ones, zeros = torch.ones(5, 2, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    weight = torch.tensor([[0.0, 0.0], [math.log(9.0), 0.0]])
+    ones, zeros = torch.ones(5, 2), torch.zeros(5)
     with pyro.poutine.trace() as noted, pyro.condition(data={"weight": weight}):
         layer(ones, zeros)
     assert noted.trace.nodes["targets"]["fn"].stddev.tolist() == pytest.approx([3.0] * 5)
@@ -172,7 +161,7 @@ def test_a_gaussian_target_has_the_scale_of_its_glm():
     """Of squared errors whose curvature is 1/s² for features of norm 1."""
     glm = dpb.ops.GLM("gaussian", noise_std=0.5, max_feature_norm=2.0)
     model = model_of(glm, 2)
-    zeros = torch.zeros(3, 2, dtype=torch.float64)
+    zeros = torch.zeros(3, 2)
     with pyro.poutine.trace() as noted:
         model(zeros, zeros[:, 0])
     scale = torch.as_tensor(noted.trace.nodes["targets"]["fn"].stddev)
@@ -183,16 +172,16 @@ def test_a_gaussian_target_has_the_scale_of_its_glm():
 def test_counts_are_simulated_clamped_as_those_of_records_are():
     for largest, least in ((4.0, 4), (2.5, 3)):
         model = model_of(dpb.ops.GLM("poisson", max_count=largest), 1)
-        weights = torch.tensor([1.0, 3.0], dtype=torch.float64)
+        weights = torch.tensor([1.0, 3.0])
         for weight in weights:
-            ones = torch.ones(200, 1, dtype=torch.float64)
+            ones = torch.ones(200, 1)
             with pyro.poutine.trace() as noted, pyro.condition(data={"weights": weight[None]}):
-                model(ones, torch.full((200,), largest, dtype=torch.float64))
+                model(ones, torch.full((200,), largest))
             law = noted.trace.nodes["targets"]["fn"]
             own = stats.poisson(float(weight.exp()))
             counts = [*range(least), largest]
             wanted = [*own.logpmf(range(least)), own.logsf(least - 1)]
-            found = [float(law.log_prob(torch.tensor(y).double())[0]) for y in counts]
+            found = [float(law.log_prob(torch.tensor(y))[0]) for y in counts]
             assert found == pytest.approx(wanted) and float(law.sample().max()) <= largest
         assert float(law.sample().min()) == pytest.approx(largest)  # of a rate of 20
 

@@ -152,7 +152,9 @@ class Prior:
         """For each coordinate of θ, the first input, whether the result of ``graph`` depends on it,
         ``[dimension]``. All coordinates of a site have the same value.
         """
-        parts = torch.tensor(parts_read(graph, self._sizes))
+        *_, output = graph.graph.nodes
+        read = parts_read(graph, self._sizes)[output]
+        parts = torch.tensor([number in read for number in range(len(self._sizes))])
         return parts.repeat_interleave(torch.tensor(self._sizes))
 
     def are_sites_independent(self) -> bool:
@@ -163,18 +165,19 @@ class Prior:
             value: Tensor = trace.nodes[name]["log_prob_sum"]
             return value
 
-        read, count = self._read_for_each_site(term), len(self._sizes)
-        return not any(read[own][k] for own in range(count) for k in range(count) if k != own)
+        return not any(read - {own} for own, read in enumerate(self._read_for_each_site(term)))
 
-    def _read_for_each_site(self, of: Callable[[Trace, str], Tensor]) -> list[list[bool]]:
-        """For ``of`` a run and each site, whether the result depends on each site."""
+    def _read_for_each_site(self, of: Callable[[Trace, str], Tensor]) -> list[set[int]]:
+        """For ``of`` a run and each site, the numbers of the sites on which the result depends."""
 
         def results(theta: Tensor) -> list[Tensor]:
             trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
             return [of(trace, name) for name in self._shapes]
 
         graph = self._recorded(results, self._drawn)
-        return [parts_read(result_of(graph, k), self._sizes) for k in range(len(self._sizes))]
+        *_, output = graph.graph.nodes
+        read = parts_read(graph, self._sizes)
+        return [read[result] for result in output.args[0]]
 
     def _require_fixed_supports(self) -> None:
         def end(trace: Trace, name: str) -> Tensor:
@@ -183,7 +186,7 @@ class Prior:
             return value
 
         for name, read in zip(self._shapes, self._read_for_each_site(end), strict=True):
-            if any(read):
+            if read:
                 raise UnfitModel(
                     f"the support of latent {name!r} changes between runs of the model: sample it"
                     " in a fixed support and scale the value."

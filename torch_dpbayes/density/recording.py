@@ -87,17 +87,20 @@ def of_rows(graph: GraphModule, rows: Tensor) -> Any:
         return tuple(map(torch.stack, zip(*results, strict=True)))
 
 
-def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
-    """For each part of the first input, of these sizes, whether the results may depend on it."""
+def parts_read(graph: GraphModule, sizes: Sequence[int]) -> dict[Any, set[int]]:
+    """For each node, the parts of the first input, of these sizes, on which it may depend."""
+    found: dict[Any, set[int]] = {}
     theta = next(node for node in graph.graph.nodes if node.op == "placeholder")
-    found: set[Any] = set()
-    for node in theta.users:
-        is_split = node.target is _aten.split_with_sizes.default
-        is_split = is_split and node.args == (theta, list(sizes))
-        if not is_split or any(user.target is not operator.getitem for user in node.users):
-            return [True] * len(sizes)
-        found |= {user.args[1] for user in node.users}
-    return [number in found for number in range(len(sizes))]
+    for node in graph.graph.nodes:
+        found[node] = set().union(*(found[source] for source in node.all_input_nodes))
+        if node is theta:
+            found[node] = set(range(len(sizes)))
+        elif node.target is operator.getitem:
+            source, number = node.args
+            is_split = source.target is _aten.split_with_sizes.default
+            if is_split and source.args == (theta, list(sizes)):
+                found[node] = {number}
+    return found
 
 
 def result_of(graph: GraphModule, number: int) -> GraphModule:

@@ -217,10 +217,9 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
     result, step, place = [], 1.0, torch.diag(logs)[None]
     for number in range(_WARM_UP + _APART * count):
-        white = torch.randn(1, size, size, dtype=torch.float64)
         now, chances = trajectory(
             States(place, *potential(place)),
-            (white + white.mT) / 2,
+            _symmetric_noise(1, size),
             step,
             _LEAPFROG_STEPS,
             potential,
@@ -251,9 +250,7 @@ def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
     values, vectors = torch.linalg.eigh(released)
     own = _spectrum(values, noise_std)
     noisy = torch.diag(own) + noise_std * _symmetric_noise(count, size)
-    found, bases = (
-        torch.stack(parts) for parts in zip(*map(torch.linalg.eigh, noisy), strict=True)
-    )
+    found, bases = torch.linalg.eigh(noisy)
     result = bases.mT @ (own[:, None] * bases)
     diagonals = result.diagonal(dim1=1, dim2=2)
     spread = (result.square().sum(1) - diagonals.square()).mean(0)
@@ -313,7 +310,7 @@ def _spectrum(values: Tensor, noise_std: float) -> Tensor:
 
 
 def _symmetric_noise(count: int, size: int) -> Tensor:
-    """E ``[count, d, d]`` in units of v."""
+    """Symmetric matrices ``[count, d, d]`` with variance 1 on the diagonal, 1/2 off it."""
     white = torch.randn(count, size, size, dtype=torch.float64)
     return (white + white.mT) / 2
 

@@ -52,7 +52,7 @@ from torch.nn.functional import one_hot
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from .covariance import gram_draws, normal_numbers, with_symmetric_noise
-from .records import ModelRecords, seeded, shorten
+from .records import ModelRecords, seeded, short
 
 _FITTING_STEPS = 12  # until shortened rows have the wanted moments
 _ROWS_OF_A_COLUMN = 8  # the covariance of fewer rows per column is badly conditioned
@@ -82,10 +82,8 @@ class FeatureShape(NamedTuple):
         """
         result, free = rows.clone(), self.free
         wide = rows[:, free].to(torch.float64)
-        squares = wide.square().sum(1)
-        factors = shorten(squares, self.bound)
-        moved = torch.where(squares.isfinite()[:, None], wide * factors[:, None], 0.0)
-        result[:, free] = moved.to(rows.dtype)
+        is_finite = wide.square().sum(1, keepdim=True).isfinite()
+        result[:, free] = torch.where(is_finite, short(wide, self.bound), 0.0).to(rows.dtype)
         for column, value in self.constants.items():
             result[:, column] = value
         return result
@@ -123,11 +121,10 @@ class PublicRows:
         wanted = count // 2 if self.is_paired else count
         with seeded(self._seed + batch):
             chosen = torch.cat([torch.randperm(found) for _ in range(math.ceil(wanted / found))])
-        chosen = chosen[:wanted]
-        if self.is_paired:
-            chosen = chosen.repeat_interleave(2)
-            chosen = torch.cat([chosen, chosen[: count - len(chosen)]])
-        return {k: row[chosen] for k, row in self._rows.items()}
+        if self.is_paired:  # the last row of an odd number has no partner
+            pairs = chosen[:wanted].repeat_interleave(2)
+            chosen = torch.cat([pairs, pairs[:1]])
+        return {k: row[chosen[:count]] for k, row in self._rows.items()}
 
 
 def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | None:
@@ -255,15 +252,12 @@ class NoisyMoments(NamedTuple):
         first pair is the average of the others.
         """
         n = max(num_data, 1)
-        middle = self.total / n
-        middle = middle * shorten(middle.square().sum(), 1.0)  # rows have norms of at most 1
+        middle = short(self.total / n)  # rows have norms of at most 1
         with seeded(seed):
             released = self.products / n - torch.outer(middle, middle)
             matrices = matrices_of(released, self.products_std / n, count)
             error = torch.randn(count, len(middle), dtype=torch.float64)
-        means = middle + self.total_std / n * error
-        means = means * shorten(means.square().sum(1), 1.0)[:, None]
-        means = torch.cat([middle[None], means])
+        means = torch.cat([middle[None], short(middle + self.total_std / n * error)])
         matrices = torch.cat([matrices.mean(0, keepdim=True), matrices])
         # rows of norm 1 at most have second moments whose trace is 1 at most
         traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
@@ -273,9 +267,8 @@ class NoisyMoments(NamedTuple):
 
 def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
     """The free columns of shortened rows ``[n, p]``, in units of R: norms are at most 1."""
-    own = rows[:, shape.free].to("cpu", torch.float64) / shape.bound
     # again: rounding to few digits, for example to bfloat16, can make rows longer than the bound
-    return own * shorten(own.square().sum(1), 1.0)[:, None]
+    return short(rows[:, shape.free].to("cpu", torch.float64) / shape.bound)
 
 
 def noisy_moments(own: Tensor, multipliers: tuple[float, float]) -> NoisyMoments:
@@ -315,8 +308,7 @@ def shortened_draws(
     least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps
     steps = _FITTING_STEPS * (1 + len(columns))
     for step in range(steps + 1):
-        rows = place + fitted + normal @ root.T
-        rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
+        rows = short(place + fitted + normal @ root.T)
         if step < steps:
             found = rows.mean(0)
             place, apart = place + mean - found, rows - found
@@ -333,11 +325,9 @@ def shortened_draws(
 
 def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
     """The columns of all arguments that are private rows of numbers, ``[n, p]``."""
-    parts = []
-    for number in records.of_role("numbers"):
-        row = rows[number]
-        parts.append(row.reshape(len(row), math.prod(row.shape[1:])))  # also for no rows
-    return torch.cat(parts, 1)
+    parts = [rows[number] for number in records.of_role("numbers")]
+    # also for no rows
+    return torch.cat([row.reshape(len(row), math.prod(row.shape[1:])) for row in parts], 1)
 
 
 def feature_shape(
@@ -375,11 +365,10 @@ def shortened_rows(
     records: ModelRecords, rows: Sequence[Tensor], shape: FeatureShape | None
 ) -> list[Tensor]:
     """Rows of all arguments, where private numbers are shortened. Private data."""
-    result = list(rows)
-    if shape is not None:
-        for number, part in parts_of(records, all_numbers(records, rows), shape).items():
-            result[number] = part
-    return result
+    if shape is None:
+        return list(rows)
+    parts = parts_of(records, all_numbers(records, rows), shape)
+    return [parts.get(number, row) for number, row in enumerate(rows)]
 
 
 # -- categories ------------------------------------------------------------------------------------

@@ -16,17 +16,7 @@ from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
-from .checks import (
-    note_clipped,
-    note_draws,
-    note_mode,
-    note_prior,
-    note_prior_width,
-    note_releases,
-    note_simulation,
-    prior_p_value,
-    release_p_values,
-)
+from . import checks
 from .covariates import (
     CategoryLaw,
     Covariates,
@@ -40,7 +30,7 @@ from .covariates import (
     uniform_law,
 )
 from .drawing import draw_posterior, seconds_of, seconds_of_chains
-from .last_layer import OPTIONS, SMALLEST, posterior_of_large_layer
+from .last_layer import OF_OTHER_MODELS, SMALLEST, posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
     Moves,
@@ -207,10 +197,8 @@ def posterior_for_module(
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
         is_known = likelihood == "categorical" or layer.linear.out_features != 2
-        is_large = size > (
-            SMALLEST if is_known and OPTIONS.issuperset(options) else LARGEST_DIMENSION
-        )
-        if likelihood != "bernoulli" and is_large:
+        is_special = is_known and OF_OTHER_MODELS.isdisjoint(options)
+        if likelihood != "bernoulli" and size > (SMALLEST if is_special else LARGEST_DIMENSION):
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
@@ -364,30 +352,26 @@ class Setup:
         """The mean law of the covariates, and draws of the law given the release."""
         if self._public_rows is not None:
             return [self._public_rows]
-        found: list[tuple[Tensor, Tensor] | None] = [None] * (_LAWS + 1)
-        if transcript.moments is not None:
-            found = list(transcript.moments.draws(self.num_data, _LAWS, self.seed_of_laws))
-        elif transcript.categories is None:
-            found = [None]
-        laws: Sequence[CategoryLaw | None] = [None] * len(found)
-        if transcript.categories is not None:
-            laws = transcript.categories.laws(self.num_data, found, self.seed_of_laws)
-        return [
-            Released(self.records, self.seed, self.shape, moments, law)
-            for moments, law in zip(found, laws, strict=True)
-        ]
+        n, moments, categories = self.num_data, transcript.moments, transcript.categories
+        count = 0 if moments is None and categories is None else _LAWS
+        found: Sequence[tuple[Tensor, Tensor] | None] = [None] * (count + 1)
+        laws: Sequence[CategoryLaw | None] = [None] * (count + 1)
+        if moments is not None:
+            found = moments.draws(n, count, self.seed_of_laws)
+        if categories is not None:
+            laws = categories.laws(n, found, self.seed_of_laws)
+        given = zip(found, laws, strict=True)
+        return [Released(self.records, self.seed, self.shape, *each) for each in given]
 
     def assumed_law(self) -> Covariates:
         """The distribution of covariates that a forecast assumes."""
         if self._public_rows is not None:
             return self._public_rows
-        moments, law = None, None
+        moments = None
         if self.shape is not None:
-            size = len(self.shape.free)
-            eye = torch.eye(size, dtype=torch.float64)
-            moments = 0 * eye[0], 0.9 / size * eye
-        if self.categories:
-            law = uniform_law(self.categories)
+            eye = torch.eye(len(self.shape.free), dtype=torch.float64)
+            moments = 0 * eye[0], 0.9 / len(eye) * eye
+        law = uniform_law(self.categories)
         return Released(self.records, self.seed, self.shape, moments, law)
 
     def simulator(self, law: Covariates, most: int = _SIMULATED_IN_RUN) -> Simulator:
@@ -421,29 +405,29 @@ class Setup:
             simulator, releases, fit, differences, few=self.few, most_batches=_MOST_BATCHES
         )
         mean, spread = likelihood.modes.mean(0), likelihood.covariance()
-        checks = (
-            release_p_values(fit, releases, self.latents, n, differences, spread),
-            prior_p_value(fit, self.latents, mean, spread),
+        p_values = (
+            checks.release_p_values(fit, releases, self.latents, n, differences, spread),
+            checks.prior_p_value(fit, self.latents, mean, spread),
         )
         found = draw_posterior(self.latents, likelihood, _DRAWS)
         bound = None if self.shape is None else self.shape.bound
-        released = statement_of_releases(len(releases), bound, self.categories)
+        lines = statement_of_releases(len(releases), bound, self.categories)
         statement = [
-            f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
-            *statement_of_charge(self.accountant, released),
+            f"Noise-aware posterior from {len(releases)} releases of clipped scores",
+            *statement_of_charge(self.accountant, lines),
             *self._assumed(),
-            *note_releases(checks[0]),
-            *note_prior(checks[1]),
-            *note_clipped(transcript.clipped, self.num_data),
-            *note_mode(reached.last_step),
-            *note_prior_width(found, self.latents),
-            *note_draws(found, _ADVICE),
-            *note_simulation(likelihood),
+            *checks.note_releases(p_values[0]),
+            *checks.note_prior(p_values[1]),
+            *checks.note_clipped(transcript.clipped, n),
+            *checks.note_mode(reached.last_step),
+            *checks.note_prior_width(found, self.latents),
+            *checks.note_draws(found, _ADVICE),
+            *checks.note_simulation(likelihood),
         ]
         values = self.latents.values(found.theta, found.weights)
         density = self.latents, likelihood
         return NoiseAwarePosterior(
-            found, values, statement, transcript, checks, density, self.shape
+            found, values, statement, transcript, p_values, density, self.shape
         )
 
     def _assumed(self) -> list[str]:

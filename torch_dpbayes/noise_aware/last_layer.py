@@ -82,17 +82,7 @@ from .run import (
 
 # parameters: with more, chains of the general engine do not mix, and take ten times as long
 SMALLEST = 50
-OPTIONS = frozenset(
-    (
-        "epsilon",
-        "delta",
-        "accountant",
-        "num_data",
-        "max_feature_norm",
-        "num_releases",
-        "num_simulated",
-    )
-)
+OF_OTHER_MODELS = frozenset(("public", "covariates", "constant_columns", "max_grad_norm"))
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # rows of features; least number of rows per column
 _CHAINS, _KEPT = 6, 60  # chains, and states kept of each

@@ -37,6 +37,8 @@ class Latents:
 
     Attributes:
         read: indices of the coordinates that records depend on, ``[d]``.
+        is_hierarchical: whether latents depend on each other, or their density is not that of the
+            sites' draws, because of the model's own factors or weights.
         draws: draws of θ, ``[500, D]``.
         median, stddev: of these draws; ``stddev`` is by :func:`half_distance`.
 
@@ -45,7 +47,12 @@ class Latents:
 
     def __init__(self, prior: Prior, read: Tensor) -> None:
         self.prior, self.read = prior, read
-        self.is_hierarchical = is_hierarchical(prior)
+        with public_randomness(), without_value_checks():
+            sites = prior.trace().nodes
+            is_weighted = any(sites[name]["scale"] != 1 for name in prior.transforms)
+            self.is_hierarchical = (
+                bool(prior.factors) or is_weighted or not prior.are_sites_independent()
+            )
         self.draws = self.sample(_DRAWS)
         self.median = self.draws.quantile(0.5, 0)
         self.stddev = half_distance(self.draws).clamp_min(1e-9)
@@ -124,16 +131,6 @@ def half_distance(draws: Tensor) -> Tensor:
     """Half the distance between the 15.9 % and 84.1 % quantiles of each column, ``[D]``."""
     low, high = torch.quantile(draws, draws.new_tensor([0.1587, 0.8413]), dim=0)
     return (high - low) / 2
-
-
-def is_hierarchical(prior: Prior) -> bool:
-    """Whether latents depend on each other, or their density is not that of the sites' draws,
-    because of the model's own factors or weights.
-    """
-    with public_randomness(), without_value_checks():
-        sites = prior.trace().nodes
-        is_weighted = any(sites[name]["scale"] != 1 for name in prior.transforms)
-        return bool(prior.factors) or is_weighted or not prior.are_sites_independent()
 
 
 class NonCentred:

@@ -64,27 +64,20 @@ class Simulated(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Moments of statistics c at a centre: m, J = ∂m/∂θ, S, S_res, F = Cov(u), and the regression B
-    of c on u.
-    """
+    """Moments of statistics c at a centre."""
 
-    mean: Tensor
-    jacobian: Tensor
-    covariance: Tensor
-    residual: Tensor
-    information: Tensor
-    control: Tensor
+    mean: Tensor  # m
+    jacobian: Tensor  # J = ∂m/∂θ
+    covariance: Tensor  # S
+    residual: Tensor  # S_res
+    information: Tensor  # F = Cov(u)
+    control: Tensor  # B, the regression of c on u
 
     def projected(self, onto: Tensor) -> Moments:
         """The moments of the statistics ``onto @ c``."""
-        return Moments(
-            onto @ self.mean,
-            onto @ self.jacobian,
-            onto @ self.covariance @ onto.T,
-            onto @ self.residual @ onto.T,
-            self.information,
-            onto @ self.control,
-        )
+        mean, jacobian, control = (onto @ x for x in (self.mean, self.jacobian, self.control))
+        covariance, residual = (onto @ x @ onto.T for x in (self.covariance, self.residual))
+        return Moments(mean, jacobian, covariance, residual, self.information, control)
 
 
 def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
@@ -276,10 +269,8 @@ def law_differences(
     if len(simulators) == 1:
         return LawDifferences(0 * fit.moments.mean[None], 0 * fit.moments.jacobian[None])
     under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
-    return LawDifferences(
-        torch.stack([each.mean - under[0].mean for each in under[1:]]),
-        torch.stack([each.jacobian - under[0].jacobian for each in under[1:]]),
-    )
+    means, jacobians = (torch.stack(found) for found in list(zip(*under, strict=True))[:2])
+    return LawDifferences(means[1:] - means[0], jacobians[1:] - jacobians[0])
 
 
 class Likelihood(ABC):
@@ -424,8 +415,7 @@ class SyntheticLikelihood(Likelihood):
         near = simulator.at(fit.centre, self._few)
         self.is_bent = is_bent(near, simulator.records)
         self._told = Moves(near) if self.is_bent else super()._moved
-        self._near = self._around(near, found)
-        self._others: list[_Around] = []
+        self._centres = [self._around(near, found)]
 
     def _statistics(self, simulated: Simulated) -> Tensor:
         return self._simulator.statistics(simulated, self._releases) @ self._projection.T
@@ -449,19 +439,15 @@ class SyntheticLikelihood(Likelihood):
         """The log-likelihood of every row. If the effective sample size of the records at the mode
         is too small, records are simulated again.
         """
-        values = torch.empty(len(theta), dtype=torch.float64)
-        worth = torch.zeros(len(theta), dtype=torch.float64)
-        left = torch.arange(len(theta))
-        centres = [self._near, *self._others]
-        while len(left):
-            around = centres.pop(0) if centres else None
-            if around is None:
-                if len(self._others) >= _MOST_CENTRES:
-                    break
+        values, worth = torch.zeros(2, len(theta), dtype=torch.float64)
+        left, used = torch.arange(len(theta)), 0
+        while len(left) and used <= _MOST_CENTRES:
+            if used == len(self._centres):
                 apart = (theta[left] - self.centre).square().sum(1)
-                around = self._new(theta[left[int(apart.argsort()[len(apart) // 2])]])
-                self._others.append(around)
-            means, covariances, own = around(theta[left])
+                middle = theta[left[int(apart.argsort()[len(apart) // 2])]]
+                self._centres.append(self._around(self._simulator.at(middle, self._few)))
+            means, covariances, own = self._centres[used](theta[left])
+            used += 1
             found = self._with_moments(theta[left], means, covariances)
             better = own > worth[left]
             values[left[better]], worth[left[better]] = found[better], own[better]
@@ -472,13 +458,10 @@ class SyntheticLikelihood(Likelihood):
     def _moved(self, theta: Tensor) -> Tensor:
         return self._told(theta)
 
-    def _new(self, theta: Tensor) -> _Around:
-        found = self._simulator.at(theta, self._few)
-        is_paired = self._simulator.covariates.is_paired
-        return self._around(found, moments(self._statistics(found), found.scores, is_paired))
-
-    def _around(self, simulated: Simulated, found: Moments) -> _Around:
+    def _around(self, simulated: Simulated, found: Moments | None = None) -> _Around:
         own = self._statistics(simulated)
+        if found is None:
+            found = moments(own, simulated.scores, self._simulator.covariates.is_paired)
         return _Around(simulated, own, self._read, found, self.is_bent)
 
 

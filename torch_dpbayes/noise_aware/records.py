@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from pyro import poutine
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -48,6 +47,11 @@ def shorten(norms_squared: Tensor, bound: float) -> Tensor:
     """
     least = bound * (1 - _ROUNDING)
     return (least * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
+
+
+def short(rows: Tensor, bound: float = 1.0) -> Tensor:
+    """Rows, or one row, scaled down to norm ``bound``."""
+    return rows * shorten(rows.square().sum(-1, keepdim=True), bound)
 
 
 class ModelRecords:
@@ -91,36 +95,30 @@ class ModelRecords:
                 f"records depend on {len(self.read)} parameters, but at most {LARGEST_DIMENSION}"
                 " can be simulated: use a sampler of torch_dpbayes.optim."
             )
-        names = _argument_names(model, args)
+        positions = _argument_names(model, args)
         public = [public] if isinstance(public, str | int) else public
         if not isinstance(public, Sequence) or not all(isinstance(p, str | int) for p in public):
             raise ArgumentTypeError(
                 f"public= must be names or positions of arguments, as ('x',); got {public!r:.60}."
             )
-        observed = self._observed()
-        leaves = [*density.arguments.row_dims]
-        given = {names.get(k, str(k)) for k in leaves}
-        wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
-        if unknown := sorted(wanted - given):
+        self._observed_sites = observed = self._observed()
+        self.names = [positions.get(k, str(k)) for k in density.arguments.row_dims]
+        wanted = {positions.get(p, str(p)) if isinstance(p, int) else p for p in public}
+        if unknown := sorted(wanted.difference(self.names)):
             raise ArgumentError(
                 f"public= names {unknown[0]!r}, which is not an argument with a row for each"
-                f" record; these are {sorted(given)}."
+                f" record; these are {sorted(self.names)}."
             )
         self.roles: list[Role] = []
-        self.names: list[str] = []
-        for number, (k, row) in enumerate(zip(leaves, density.rows(), strict=True)):
-            name = names.get(k, str(k))
+        for number, (name, row) in enumerate(zip(self.names, density.rows(), strict=True)):
+            role: Role = "numbers" if row.is_floating_point() else "category"
             if number in observed:
-                if name in wanted:
-                    raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
-                role: Role = "observed"
+                role = "observed"
             elif name in wanted:
                 role = "public"
-            else:
-                role = "numbers" if row.is_floating_point() else "category"
+            if role == "observed" and name in wanted:
+                raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
             self.roles.append(role)
-            self.names.append(name)
-        self._observed_sites = observed
         self.theta = density.made_up.theta.to(torch.float64)
         try:
             self._draw(self.theta, self.density.made_up.few(), 0)
@@ -213,7 +211,7 @@ class ModelRecords:
         values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
         arguments = self.density.arguments
         in_model, (args, kwargs) = arguments.in_model(rows), arguments.with_rows(rows)
-        model = poutine.condition(_Simulated(self._model, self.density.observed), values)
+        model = poutine.condition(poutine.uncondition(self._model), values)
         with torch.no_grad(), without_value_checks(), poutine.block(), seeded(seed):
             trace: Any = poutine.trace(model).get_trace(*args, **kwargs)
         result = list(rows)
@@ -330,22 +328,6 @@ def clipped(found: Tensor, whitening: Tensor) -> Tensor:
     white = found @ whitening.T
     factors = shorten(white.square().sum(1), 1.0)
     return white.mul_(factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
-
-
-class _Simulated(Messenger):
-    """A model whose observed sites in the data plate are drawn instead."""
-
-    def __init__(self, model: Callable[..., Any], observed: Sequence[str]) -> None:
-        super().__init__()
-        self._run, self._observed = model, frozenset(observed)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return self._run(*args, **kwargs)
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self._observed and msg["is_observed"]:
-            msg["is_observed"], msg["value"], msg["done"] = False, None, False
 
 
 def _is_same_data(value: Tensor, row: Tensor) -> bool:

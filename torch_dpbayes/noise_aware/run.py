@@ -59,17 +59,11 @@ class Plan:
 
     total: float  # of a single release with the whole budget, 1/μ
     scores: tuple[float, ...]  # of the clipped sums of scores
+    together: float  # of one release that costs as much as all of these
     moments: tuple[float, float] | None  # of the mean and the products of rows of numbers
     categories: float | None  # of all sums by category
     clipped: float  # of the number of clipped records
     event: DpEvent  # the charge
-
-    @property
-    def together(self) -> float:
-        """The noise multiplier of one release that costs as much as all releases of scores
-        together.
-        """
-        return float(sum(z**-2 for z in self.scores) ** -0.5)
 
 
 def plan_run(
@@ -113,8 +107,9 @@ def plan_run(
         of_rest -= _CATEGORIES
     weights = [_GROWTH**k for k in range(num_releases)]
     scores = tuple(noise(of_rest * w / sum(weights)) for w in weights)
+    together = sum(z**-2 for z in scores) ** -0.5
     clipped = noise(_CLIPPED, 1.0)
-    return Plan(total, scores, moments, categories, clipped, ComposedDpEvent(events))
+    return Plan(total, scores, together, moments, categories, clipped, ComposedDpEvent(events))
 
 
 def budget_of(

@@ -112,7 +112,7 @@ def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
     check_positive("beta", beta, "of the Beta prior")
     one = torch.ones((), dtype=torch.float64)
     return ExponentialFamily(
-        partial(_one_site, "probability", dist.Beta, alpha * one, beta * one),
+        partial(pyro.sample, "probability", dist.Beta(alpha * one, beta * one)),
         partial(_centred, 1.0, "outcomes 0 and 1"),
         partial(_natural, "probability", torch.logit),
         _bernoulli_normalizer,
@@ -130,7 +130,7 @@ def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFam
         raise ArgumentError(f"max_count must be a whole number, got {max_count!r}.")
     one = torch.ones((), dtype=torch.float64)
     return _ClampedPoisson(
-        partial(_one_site, "rate", dist.Gamma, shape * one, rate * one),
+        partial(pyro.sample, "rate", dist.Gamma(shape * one, rate * one)),
         partial(_centred, float(max_count), "counts"),
         partial(_natural, "rate", torch.log),
         _poisson_normalizer,
@@ -150,7 +150,7 @@ def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> Exponentia
         )
     size = len(parameters)
     return ExponentialFamily(
-        partial(_one_site, "probabilities", dist.Dirichlet, parameters),
+        partial(pyro.sample, "probabilities", dist.Dirichlet(parameters)),
         partial(_centred_indicators, size),
         partial(_natural, "probabilities", torch.log),
         _categorical_normalizer,
@@ -348,10 +348,6 @@ class _OfFamily(Likelihood):
 
 
 # -- functions of families at module level, so that posteriors can be pickled ----------------------
-
-
-def _one_site(name: str, distribution: Callable[..., Any], *parameters: Tensor) -> None:
-    pyro.sample(name, distribution(*parameters))
 
 
 def _natural(name: str, link: Callable[[Tensor], Tensor], values: Values) -> Tensor:
