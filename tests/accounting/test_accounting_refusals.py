@@ -181,7 +181,9 @@ def test_laws_of_a_selection_out_of_range(mean, shape):
     is_refused(lambda: Repetitions(mean, shape))
 
 
-@pytest.mark.parametrize("event", [events.NonPrivateDpEvent(), events.FailureDpEvent(1e-7)])
+@pytest.mark.parametrize(
+    "event", [events.NonPrivateDpEvent(), events.FailureDpEvent(1e-7), events.ZCDpEvent(0.1)]
+)
 def test_what_is_not_private_cannot_be_selected(event):
     is_refused(lambda: selection_event([(event, 1)], Repetitions(10.0), 1e-7, ADD))
     is_refused(lambda: selection_epsilon([(events.PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26))

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from dp_accounting import dp_event as upstream
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 from torch_dpbayes.accounting import PrivacyAccountant, events
 from torch_dpbayes.accounting.dominating_pairs import directions, dominating_pair
@@ -69,7 +69,7 @@ def test_a_mixture_that_moves_for_certain_costs_what_dp_accounting_says():
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.1, 1.0])
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 1e-7), (60.0, 0.0)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 1e-7), (60.0, 0.0), (1e-13, 0.0)])
 def test_poisson_batches_amplify_what_is_known_by_epsilon_and_delta(rate, epsilon, delta):
     """Against randomised response with a failure, sampled: its four outputs are enumerated."""
     release = EpsilonDeltaDpEvent(epsilon, delta)
@@ -88,6 +88,21 @@ def test_poisson_batches_amplify_what_is_known_by_epsilon_and_delta(rate, epsilo
     amplified = math.log1p(rate * math.expm1(epsilon))
     at_delta = rate * delta + 1e-12
     assert accountant.get_epsilon(at_delta) <= amplified * (1 + 1e-9)
+    assert accountant.get_epsilon(1e-30) >= amplified * (1 - 1e-6)
+
+
+def test_sampled_responses_cost_what_their_binomial_law_does(rate=0.1, epsilon=1.0, number=100):
+    no, yes = special.expit([-epsilon, epsilon])
+    of_yes = no, (1 - rate) * no + rate * yes
+    without, with_it = (stats.binom.pmf(np.arange(number + 1), number, p) for p in of_yes)
+    true = optimize.brentq(
+        lambda at: np.maximum(with_it - math.exp(at) * without, 0).sum() - DELTA, 0.0, 20.0
+    )
+    event = upstream.PoissonSampledDpEvent(rate, events.PureDpEvent(epsilon))
+    found = PrivacyAccountant().compose(event, number).get_epsilon(DELTA, return_bounds=True)
+    assert found.lower <= true <= found.upper <= 1.01 * true
+    rarest = upstream.PoissonSampledDpEvent(5e-324, events.PureDpEvent(800.0))
+    assert 0 <= PrivacyAccountant().compose(rarest).get_epsilon(DELTA) < 800.0
 
 
 def law_of_the_sum(contributions, rate, most):

@@ -137,7 +137,7 @@ class Amplified(Pair):
     """
 
     rate: float
-    pair: Laplace | FewLosses | DiscreteGaussian
+    pair: Laplace | FewLosses | DiscreteGaussian | Pure
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class NonPrivate(Pair):
 
 def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:
     """A sampled Gaussian sum, or an unsampled one if sampling does not help."""
-    found = Sampled(kind, max(rate, _LEAST_RATE), noise)
+    found = Sampled(kind, rate, noise)
     return Gaussian(found.mu) if rate == 1.0 or noise < _LEAST_NOISE else found
 
 
@@ -230,7 +230,7 @@ def _(event: events.GaussianDpEvent, replace: bool) -> Pair:
 
 @pair_of.register
 def _(event: events.PoissonSampledDpEvent, replace: bool) -> Pair:
-    q = event.sampling_probability
+    q = max(event.sampling_probability, _LEAST_RATE)
     if isinstance(event.event, events.GaussianDpEvent):
         return sampled_pair("antipodal" if replace else "directed", q, event.event.noise_multiplier)
     pair = pair_of(event.event, replace)
@@ -241,20 +241,13 @@ def _(event: events.PoissonSampledDpEvent, replace: bool) -> Pair:
             f"Poisson batches amplify {type(event.event).__name__} under add_or_remove_one only:"
             " use that relation, or charge the release itself, without amplification."
         )
-    if isinstance(pair, Laplace | FewLosses | DiscreteGaussian):
-        return Amplified(q, pair)
     if isinstance(pair, Concentrated):
         return Concentrated(pair.rho, pair.xi, q)
-    # Balle, Barthe, Gaboardi 2018, Theorem 8: (log(1 + q (e^epsilon - 1)), q delta)
+    # Balle, Barthe, Gaboardi 2018, Theorem 8
     if isinstance(pair, Failure):
         return Failure(q * pair.delta * (1 + 1e-15))
-    assert isinstance(pair, Pure)
-    epsilon = pair.epsilon
-    if epsilon > 30:  # the exponential would overflow
-        epsilon += math.log(q) + math.log1p((1 - q) / q * math.exp(-epsilon))
-    else:
-        epsilon = math.log1p(q * math.expm1(epsilon))
-    return Pure(epsilon * (1 + 1e-14))
+    assert isinstance(pair, Laplace | FewLosses | DiscreteGaussian | Pure)
+    return Amplified(q, pair)
 
 
 @pair_of.register
@@ -370,8 +363,12 @@ def largest_loss(pair: Pair) -> float:
     if isinstance(pair, Laplace):
         return 1 / pair.scale
     if isinstance(pair, Amplified):
-        inner = largest_loss(pair.pair)
-        return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + inner))
+        q, inner = pair.rate, largest_loss(pair.pair)
+        if inner > 30:  # the exponential would overflow
+            found = inner + math.log(q) + math.log1p((1 - q) / q * math.exp(-inner))
+        else:
+            found = math.log1p(q * math.expm1(inner))
+        return found * (1 + 1e-14)
     return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
 
 

@@ -92,7 +92,7 @@ class Repetitions:
     def draw(self) -> int:
         """Draw K with the operating system's entropy; only the time of the runs may reveal K."""
         masses = self.probabilities()
-        # P(K = k | K <= k). With these, and not with the distribution function, rare numbers have
+        # P(K = k | K >= k). With these, and not with the distribution function, rare numbers have
         # the right probability, too.
         last = masses / np.cumsum(masses[::-1])[::-1]
         source = random.SystemRandom()
@@ -137,13 +137,13 @@ def selection_epsilon(
     if least <= 0:
         raise ArgumentError("delta of a selection must be at least 1e-24.")
     gamma, shape, largest = repetitions.gamma, repetitions.shape, 1.0
+    # the mean that gamma has, which may differ from ``repetitions.mean``
+    share = least / (_mean(gamma, shape) * (1 + _DRAWING))
+    once = bounds.upper_epsilon(counts, share) if share >= events.SMALLEST_DELTA else math.inf
     for curve in trade_offs(*profiles(frozenset(counts.items()), "pld")):
         # a ratio of two functions that are linear between vertices is largest at a vertex
         below, above = (gamma + (1 - gamma) * rates for rates in curve.vertices)
         largest = max(largest, float(np.max(above / below)) * (1 + 1e-12))
-    # the mean that gamma has, which may differ from ``repetitions.mean``
-    share = least / (_mean(gamma, shape) * (1 + _DRAWING))
-    once = bounds.upper_epsilon(counts, share) if share >= events.SMALLEST_DELTA else math.inf
     return ((1 + shape) * math.log(largest) + once) * (1 + _DRAWING) + 4 * _DRAWING
 
 
