@@ -46,7 +46,8 @@ class OnePosteriorSample:
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that gets its data as arguments.
+            model with one data plate named "data" that gets its data as arguments. For draws of
+            one shape it is read once: if constants that it uses change, make a new object.
         certificate: bounds a record's influence, and makes the draw. The default, 10,000 steps of
             Langevin dynamics, is for a GLM.
         epsilon: target ε of all charges on the accountant after one draw. None: no tempering.
