@@ -121,6 +121,12 @@ def rates_with_hyperpriors(y):
             pyro.sample("obs", dist.Poisson(rate), obs=y)
 
 
+def columns_without_a_plate(y):
+    mean = weights("m", 3)
+    with pyro.plate("data", len(y), dim=-2):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
 def written_in_place(x, y, seen):
     slope = weights("slope", 3)
     mean, scale = torch.zeros(len(y)), torch.ones_like(y)
@@ -151,6 +157,7 @@ def counts(*shape):
 ZOO = {
     "mixture": (mixture, lambda: (normal(),)),
     "rates with hyperpriors": (rates_with_hyperpriors, lambda: (counts(3),)),
+    "columns without a plate": (columns_without_a_plate, lambda: (normal(3),)),
     "groups": (groups, lambda: (whole(4), {"y": normal()})),
     "PyroModule": (Net, lambda: (normal(3), normal())),
     "two hidden coins": (two_hidden_coins, lambda: (normal(),)),
