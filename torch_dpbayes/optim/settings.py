@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from operator import attrgetter
 from typing import Any, Final, Literal, Required, TypedDict
 
@@ -75,8 +74,9 @@ class Settings:
         object.__setattr__(self, "num_data", n)
         for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
             if (value := getattr(self, name)) is not None:
-                require_positive(name, value, or_zero=name in ("noise_multiplier", "temperature"))
-                object.__setattr__(self, name, float(value))
+                rule = "be at least 0 and finite"
+                found = events.within(value, name, lambda x: 0 <= x < math.inf, rule)
+                object.__setattr__(self, name, found)
         batch = self.expected_batch_size
         if batch > n:
             raise ArgumentError(
@@ -117,6 +117,7 @@ class OwnNoise(Optimizer):
     _derives_bound: bool
     # whether the temperature stays the same under larger noise: friction or step size adapts
     _holds_temperature = False
+    _matches_friction = False  # whether friction adapts: then it must be at most 1
 
     # -- the sampler's own noise: what an algorithm's file may override ----------------------------
 
@@ -167,7 +168,16 @@ class OwnNoise(Optimizer):
         floor, so that nothing is released.
         """
         own, floor = self._langevin(group), self._constants.noise_multiplier
-        return max(own, floor) if group["lr"] > 0 else floor or math.inf
+        if not (lr := group["lr"]) > 0:
+            return floor or math.inf
+        used = max(own, floor)
+        if self._matches_friction and (needed := self._matching_friction(group, used)) > 1 + 1e-9:
+            raise ArgumentError(
+                f"lr = {lr} at noise multiplier {used:.4g} needs a friction of {needed:.4g} > 1."
+                f" Use lr <= {lr / needed:.4g}, less noise (a larger expected_batch_size, a smaller"
+                " max_grad_norm), or a higher temperature."
+            )
+        return used
 
     def _langevin(self, group: dict[str, Any]) -> float:
         self._require_group(group)
@@ -243,10 +253,9 @@ class OwnNoise(Optimizer):
         For q < 1 the minibatch noise is added, so this is a lower bound on the temperature of the
         samples.
         """
-        return max(
-            float(self._group_temperature(g, self._multiplier(g))) if g["lr"] > 0 else 0.0
-            for g in self._trained_groups()
-        )
+        moving = [g for g in self._trained_groups() if g["lr"] > 0]
+        found = [float(self._group_temperature(g, self._multiplier(g))) for g in moving]
+        return max(found, default=0.0)
 
     @property
     def free_lr(self) -> float:
@@ -295,21 +304,6 @@ def require_flag(name: str, value: Any) -> None:
         raise ArgumentTypeError(f"{name} must be True or False, got {value!r}")
 
 
-def require_number(name: str, value: Any) -> None:
-    if not isinstance(value, (float, int, Tensor, Real)):
-        raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
-
-
 def require_fraction(name: str, value: Any) -> float:
     """``value`` as a number in [0, 1)."""
-    require_number(name, value)
-    if not 0 <= value < 1:
-        raise ArgumentError(f"{name} must be in [0, 1), got {value}")
-    return float(value)
-
-
-def require_positive(name: str, value: float, *, or_zero: bool = False) -> None:
-    require_number(name, value)
-    if not (0 < value < math.inf or (or_zero and value == 0)):
-        zero = "zero or " if or_zero else ""
-        raise ArgumentError(f"{name} must be {zero}positive and finite, got {value}")
+    return events.within(value, name, lambda x: 0 <= x < 1, "be in [0, 1)")
