@@ -106,7 +106,7 @@ def test_what_is_no_count_of_records_is_refused_before_a_release():
     for code, parts, options in (
         *(("argument", own, {"noise_multiplier": bad}) for bad in (0.0, math.nan)),
         *(("argument", own, {"max_grad_norm": bad}) for bad in (-1.0, math.inf)),
-        ("loss-reduced", own, mixing),
+        ("loss-mixes", own, mixing),
         ("step-records", folding, {}),
         ("budget-exceeded", poor, {"noise_multiplier": 0.1}),
         # what does not belong together

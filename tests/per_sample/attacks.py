@@ -90,14 +90,12 @@ MIXING = {
     "divided by its norm": lambda out, t: (out / out.norm()).sum(1).mean(),
     "weights by item": lambda out, t: turned(out, t, out.detach().abs().max().item()),
     "random partners": lambda out, t: ((out - out[torch.randperm(len(out))]) ** 2).mean(),
-    "pairs by cdist": lambda out, t: torch.cdist(out, out).mean(),
     "logarithm of the mean": lambda out, t: rows(out, t).mean().log(),
     "ratio of losses": lambda out, t: rows(out, t).mean() / rows(out, t).mean().detach(),
     "batch_norm": lambda out, t: rows(F.batch_norm(out, None, None, training=True), t).mean(),
     "cumsum": lambda out, t: (out.detach().cumsum(0) * out).mean(),
     "detached statistic": lambda out, t: weighed(out, t, out.detach().abs().max()),
     "data statistic": lambda out, t: weighed(out, t, out.data.abs().max()),
-    "outer difference": lambda out, t: (out[:, :1] - out[:, 0]).pow(2).mean(),
     "(B, 1) against (B,)": lambda out, t: ((out[:, :1] - t) ** 2).mean(),
     "signs by position": lambda out, t: (
         rows(out, t) * (1 - 2 * (torch.arange(len(out)) % 2))
@@ -105,9 +103,6 @@ MIXING = {
     "every other record": lambda out, t: rows(out[::2], t[::2]).mean(),
     "attention over the batch": lambda out, t: (
         F.scaled_dot_product_attention(out[None], out[None], out[None]).pow(2).mean()
-    ),
-    "distribution over the batch": lambda out, t: (
-        -torch.distributions.Normal(out[:, 0].mean(), out[:, 0].std()).log_prob(t).mean()
     ),
     "record 0 as a constant": lambda out, t: weighed(out, t, t[0]),
     "any": lambda out, t: rows(out, t).mean() * (-1 if (t > 50).any() else 1),
@@ -135,9 +130,6 @@ MIXING = {
     "a Function of its own": lambda out, t: rows(Scaled.apply(out), t).mean(),
     "a function that torch hands on": lambda out, t: rows(clone(out), t).mean(),
     "targets changed in place": lambda out, t: rows(out, t.sub_(t.mean())).mean(),
-    "a generator seeded by the batch": lambda out, t: (
-        rows(out, t) * torch.randn((), generator=torch.Generator().manual_seed(int(t.max())))
-    ).mean(),
 }
 
 # loss(out, y) of the classes ----------------------------------------------------------------------

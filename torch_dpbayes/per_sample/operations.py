@@ -363,8 +363,8 @@ class _Operation:
         rows = [single[k]._rows for k in places]
         try:
             found = RecordMap(len(rows[0]))(of_one, rows)
-        except Exception:
-            if self._is_detached():
+        except Exception as error:
+            if self._is_detached() or isinstance(error, IndexError):  # an index of other records
                 return self._sealed()
             raise
         if len(found) != len(shapes):
