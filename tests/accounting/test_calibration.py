@@ -55,6 +55,9 @@ def test_history_counts():
     assert accountant.get_epsilon() <= 2.0
     with pytest.raises(ArgumentError):
         get_noise_multiplier(**{**plan, "target_epsilon": 0.5}, history=accountant.history)
+    adaptive = PrivacyAccountant(3.0, 1e-5).compose(STEP, adaptive=True)
+    with pytest.raises(ArgumentError):
+        get_noise_multiplier(**plan, history=adaptive.history)
 
 
 def test_the_method_is_the_accountant_s():

@@ -251,13 +251,18 @@ def test_copies_share_the_file(path):
             duplicate(PrivacyAccountant(1.0, DELTA))
 
 
-def test_forked_children_name_path_or_share(path):
+@pytest.mark.parametrize("same_pid", [False, True])
+def test_forked_children_name_path_or_share(same_pid, path, monkeypatch):
+    """Also with the pid of their parent: a pid comes again, a session and its block must not."""
+    parent = os.getpid()
     memory, file = PrivacyAccountant(3.0, DELTA), PrivacyAccountant(3.0, DELTA, path=path)
     for _ in range(10):
         file.compose(STEP)
         memory.compose(STEP)
 
     def child():
+        if same_pid:
+            monkeypatch.setattr(os, "getpid", lambda: parent)
         file.compose(STEP, 7)
         file.close()
         try:
@@ -302,33 +307,3 @@ def test_a_state_belongs_to_its_file(path, tmp_path):
     shutil.copy(copied, path)
     with pytest.raises(ValueError, match="older copy"):
         PrivacyAccountant(path=path).load_state_dict(newer)
-
-
-def test_a_state_from_memory_moves_into_an_empty_file(path):
-    memory = PrivacyAccountant(3.0, DELTA).compose(STEP, 50, label="x")
-    memory.compose(events.GaussianDpEvent(40.0), 2)
-    accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    accountant.load_state_dict(memory.state_dict())
-    assert accountant.history == memory.history == PrivacyAccountant(path=path).history
-    assert accountant.remaining(STEP) == memory.remaining(STEP)
-    with pytest.raises(ValueError, match="not empty"):
-        accountant.load_state_dict(memory.state_dict())
-    filtered = PrivacyAccountant(3.0, DELTA).compose(STEP, 50, adaptive=True)
-    file = PrivacyAccountant(3.0, DELTA, path=path.with_name("filtered.db"))
-    file.load_state_dict(filtered.state_dict())
-    assert file.summary().splitlines()[3] == filtered.summary().splitlines()[3]
-    assert PrivacyAccountant(path=file.path).remaining(STEP) == filtered.remaining(STEP)
-
-
-def test_a_descendant_with_its_ancestors_pid_is_another_process(path, monkeypatch):
-    """A pid comes again; a session, and the block that it reserved, must not."""
-    accountant, parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 5), os.getpid()
-
-    def child():
-        monkeypatch.setattr(os, "getpid", lambda: parent)
-        accountant.compose(STEP, 7).close()
-        return len(accountant)
-
-    assert in_child(child) == 12
-    accountant.close()
-    assert len(PrivacyAccountant(path=path)) == 12

@@ -107,11 +107,14 @@ class Bound(dict):
         super().update({name: x - x.mean(0) for name, x in columns.items()})
 
 
-class Centred(torch.Tensor):
+class CentredTensor(torch.Tensor):
+    """Whose batches are not its records."""
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         found = super().__torch_function__(function, types, args, kwargs or {})
-        is_batch = function in (torch.stack, torch.cat) and len(found) > 1
+        makes_batches = function in (torch.stack, torch.cat, torch.Tensor.__getitem__)
+        is_batch = makes_batches and found.dim() > 1 and len(found) > 1
         return found - found.mean(0) if is_batch else found
 
 
@@ -124,7 +127,7 @@ CODE_IN_TORCHS = {
     "registered": (lambda x: x, {torch.Tensor: centred}),
     "wrapped": (lambda x: x, {torch.Tensor: functools.wraps(collate_tensor_fn)(centred)}),
     "a mapping": (lambda x: Bound(x=x), {}),
-    "a later tensor": (lambda x: [x.as_subclass(Centred) if x[0] else x], {}),
+    "a later tensor": (lambda x: [x.as_subclass(CentredTensor) if x[0] else x], {}),
 }
 
 

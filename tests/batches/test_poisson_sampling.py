@@ -65,6 +65,17 @@ def requires_law(counts, probabilities, tests=1):
         assert stats.chisquare(found, expected).pvalue > FALSE_ALARM / 2 / tests, counts
 
 
+def requires_independent(draws, law):
+    """Each set of records with its probability, also after another: in pairs by classes of sets."""
+    requires_law(Counter(draws), law, tests=2)
+    classes = Counter()
+    for batch, p in law.items():
+        classes[sum(batch) % 3] += p
+    pairs = Counter((sum(a) % 3, sum(b) % 3) for a, b in zip(draws[::2], draws[1::2], strict=True))
+    in_pairs = {(a, b): classes[a] * classes[b] for a in classes for b in classes}
+    requires_law(pairs, in_pairs, tests=2)
+
+
 def bernoulli_sets(num_data, rate):
     return {
         chosen: rate**size * (1 - rate) ** (num_data - size)
@@ -95,11 +106,7 @@ def test_every_set_of_records_has_its_probability_in_draws_in_a_row(
         with_words_of(bits, monkeypatch)
     who, stream = kind(num_data, rate), generator()
     drawn = [tuple(who.draw(stream).tolist()) for _ in range(5000)]
-    requires_law(Counter(drawn), bernoulli_sets(num_data, rate), tests=2)
-    sizes = stats.binom(num_data, rate).pmf(range(num_data + 1))
-    pairs = Counter((len(a), len(b)) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
-    law = {(a, b): p * q for (a, p), (b, q) in itertools.product(enumerate(sizes), repeat=2)}
-    requires_law(pairs, law, tests=2)
+    requires_independent(drawn, bernoulli_sets(num_data, rate))
 
 
 @pytest.mark.chance(FALSE_ALARM)

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.refusals import refused
+from test_collate import CentredTensor
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -75,14 +76,6 @@ class Centred(Table):
         return [{"x": a.tolist(), "label": int(b)} for a, b in zip(*rows)]
 
 
-class Coded(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        found = super().__torch_function__(function, types, args, kwargs or {})
-        is_batch = function is torch.Tensor.__getitem__ and found.dim() > 1
-        return found - found.mean(0) if is_batch else found
-
-
 def plain(size):
     return TensorDataset(torch.randn(size, 2, 2), torch.arange(size), torch.rand(size) < 0.5)
 
@@ -106,7 +99,7 @@ CASES = {
     "a table": (lambda: Table(60), {}),
     "a table of lists": (lambda: Table(60, None), {}),
     "a part of a table": (lambda: Subset(Table(90), list(range(60))), {}),
-    "tensors with code": (lambda: TensorDataset(torch.randn(60, 2).as_subclass(Coded)), {}),
+    "tensors with code": (lambda: TensorDataset(torch.randn(60, 2).as_subclass(CentredTensor)), {}),
     "one that reads several": (lambda: TensorsBackwards(*plain(60).tensors), {}),
     "a part with code": (
         lambda: PartBackwards(TensorsBackwards(*plain(90).tensors), range(60)),
