@@ -37,9 +37,10 @@ class RecordTerms:
         structure = self._structure
         args, kwargs = self._arguments.with_rows(rows)
         model = poutine.condition(self._model, self._prior.constrain(theta))
-        model = poutine.enum(
-            config_enumerate(model), first_available_dim=-1 - structure.deepest_dim
-        )
+        if structure.discrete:  # enumeration needs a second way of recording
+            model = poutine.enum(
+                config_enumerate(model), first_available_dim=-1 - structure.deepest_dim
+            )
         with using_pyro, poutine.block():  # as in trace_at
             trace = poutine.trace(model).get_trace(*args, **kwargs)
         wanted = {*structure.observed, *structure.discrete}
