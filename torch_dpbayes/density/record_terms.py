@@ -69,8 +69,10 @@ class RecordTerms:
                     f" pyro.plate({structure.plate!r}, len(y))."
                 )
             symbols = frozenset(trace.plate_to_symbol[p.name] for p in plates if p.vectorized)
-            term = packed.pack(site["log_prob"], site["infer"]["_dim_to_symbol"])
-            factors.setdefault(symbols, []).append(term)
+            term, of_dim = site["log_prob"], site["infer"]["_dim_to_symbol"]
+            if in_no_plate := [d for d in range(-term.dim(), 0) if d not in of_dim]:
+                term = term.sum(in_no_plate, keepdim=True)
+            factors.setdefault(symbols, []).append(packed.pack(term, of_dim))
         discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         contracted = contract_tensor_tree(factors, discrete, ring=_LogSumExpRing())
 
