@@ -306,6 +306,7 @@ def positive(x):
 def used_guide():
     guide = AutoNormal(model)
     guide(rows())
+    pyro.clear_param_store()  # the guide keeps its parameters
     return guide
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -159,19 +159,14 @@ class Prior:
 
     def are_sites_independent(self) -> bool:
         """Whether no site's distribution reads another site, wherever θ is."""
-
-        def term(trace: Trace, name: str) -> Tensor:
-            compute_log_prob(trace, {name})
-            value: Tensor = trace.nodes[name]["log_prob_sum"]
-            return value
-
-        return not any(read - {own} for own, read in enumerate(self._read_for_each_site(term)))
+        found = self._read_for_each_site(_term)
+        return not any(read - {own} for own, read in enumerate(found))
 
     def _read_for_each_site(self, of: Callable[[Trace, str], Tensor]) -> list[set[int]]:
         """For ``of`` a run and each site, the numbers of the sites on which the result depends."""
 
         def results(theta: Tensor) -> list[Tensor]:
-            trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
+            trace = self.trace(theta)
             return [of(trace, name) for name in self._shapes]
 
         graph = self._recorded(results, self._drawn)
@@ -250,16 +245,10 @@ class Prior:
         """Raise if one of the factors ``names`` reads a tensor of several numbers that is not an
         argument of the model: it may have records, which would be neither clipped nor charged.
         """
-
-        def term(theta: Tensor, name: str) -> Tensor:
-            trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
-            compute_log_prob(trace, {name})
-            return trace.nodes[name]["log_prob_sum"]
-
         arguments = [*self._args, *self._kwargs.values()]
         for name in names:
             with public_randomness():
-                graph = self._recorded(partial(term, name=name), theta)
+                graph = self._recorded(lambda at, name=name: _term(self.trace(at), name), theta)
             read = [getattr(graph, str(n.target)) for n in graph.graph.nodes if n.op == "get_attr"]
             if any(t.numel() > 1 and all(t is not given for given in arguments) for t in read):
                 raise UnfitModel(
@@ -307,11 +296,19 @@ class Prior:
                 " z[..., None] == torch.arange(K)) and custom autograd functions."
             ) from error
 
-    def trace(self) -> Trace:
+    def trace(self, theta: Tensor | None = None) -> Trace:
+        """One run of the model: at θ, or at a draw from the prior."""
+        values = {} if theta is None else self.constrain(theta)
         try:
-            return trace_at(self._model, {}, self._args, self._kwargs)
+            return trace_at(self._model, values, self._args, self._kwargs)
         except NotImplementedError as error:
             raise improper(error) from error
+
+
+def _term(trace: Trace, name: str) -> Tensor:
+    compute_log_prob(trace, {name})
+    value: Tensor = trace.nodes[name]["log_prob_sum"]
+    return value
 
 
 def _require_proper(name: str, site: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..per_sample.record_map import RecordMap
 from .arguments import Arguments, aligned, full_vectors, of_full_vectors, one_thread, pick, replaced
 from .locality import MadeUpRecords
-from .pieces import dense, norms_of
+from .pieces import norms_of
 from .program import Program, Recorder
 from .pyro_runs import (
     FLAVOURS,
@@ -172,10 +172,11 @@ class RecordDensity:
         """∇_θ log p(x_i | θ) of every record, (num_records, dimension) in float64; 0 if it is not
         finite. Private data, unless the records are simulated.
         """
-        size = self.prior.dimension
-        result = torch.empty(self.num_records, size, dtype=torch.float64, device=self.prior.device)
+        shape, device = (self.num_records, self.prior.dimension), self.prior.device
+        result = torch.zeros(shape, dtype=torch.float64, device=device)
         for records, pieces in self._by_chunks(self._gradients, theta):
-            result[records] = dense([piece.in_float64() for piece in pieces], size)
+            for piece in pieces:
+                result[records, piece.columns] = piece.dense().double()
         is_sound = result.isfinite().all(1) & ~self._left_out
         return result.masked_fill_(~is_sound[:, None], 0.0)
 

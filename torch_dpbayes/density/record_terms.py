@@ -34,11 +34,10 @@ class RecordTerms:
         self._prior = prior
 
     def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """log p(row | θ), one for each row."""
         structure = self._structure
         args, kwargs = self._arguments.with_rows(rows)
         model = poutine.condition(self._model, self._prior.constrain(theta))
-        if structure.discrete:
+        if structure.discrete:  # enumeration needs a second way of recording
             model = poutine.enum(
                 config_enumerate(model), first_available_dim=-1 - structure.deepest_dim
             )
@@ -51,38 +50,29 @@ class RecordTerms:
                 "the model has different sites in different runs: write the same ones for every"
                 " run."
             )
-        if structure.discrete:
-            return self._summed_out(trace, len(rows[0]))
-        terms = (self._by_row(n, trace.nodes[n], len(rows[0])) for n in structure.observed)
-        return reduce(add, terms)
+        return self._summed_out(trace, len(rows[0]))
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         """The term of one row, which has no dimension for the records."""
         return self(theta, [part.unsqueeze(0) for part in row]).sum()
 
-    def _by_row(self, name: str, site: Any, count: int) -> Tensor:
-        terms: Tensor = site["log_prob"]
-        plate_dim = self._structure.plate_dim
-        if terms.dim() < -plate_dim or terms.shape[plate_dim] != count:
-            raise UnfitModel(
-                f"site {name!r} has factors of shape {tuple(terms.shape)} for {count} synthetic"
-                f" rows: the data plate must {self._take_size}."
-            )
-        if other := [d for d in range(-terms.dim(), 0) if d != plate_dim]:
-            terms = terms.sum(other)
-        return terms
-
     def _summed_out(self, trace: Trace, count: int) -> Tensor:
         structure = self._structure
-        trace.pack_tensors()
+        trace.symbolize_dims()
         records = trace.plate_to_symbol[structure.plate]
         factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
         for name in [*structure.discrete, *structure.observed]:
             site, plates = trace.nodes[name], trace.nodes[name]["cond_indep_stack"]
             if (structure.plate, count) not in [(plate.name, plate.size) for plate in plates]:
-                raise UnfitModel(f"the data plate must {self._take_size}.")
+                raise UnfitModel(
+                    f"the data plate of site {name!r} must get its size from the data:"
+                    f" pyro.plate({structure.plate!r}, len(y))."
+                )
             symbols = frozenset(trace.plate_to_symbol[p.name] for p in plates if p.vectorized)
-            factors.setdefault(symbols, []).append(site["packed"]["log_prob"])
+            term, of_dim = site["log_prob"], site["infer"]["_dim_to_symbol"]
+            if in_no_plate := [d for d in range(-term.dim(), 0) if d not in of_dim]:
+                term = term.sum(in_no_plate, keepdim=True)
+            factors.setdefault(symbols, []).append(packed.pack(term, of_dim))
         discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         contracted = contract_tensor_tree(factors, discrete, ring=_LogSumExpRing())
 
@@ -94,10 +84,6 @@ class RecordTerms:
             return term if records in dims else term.expand(count)
 
         return reduce(add, (by_row(term) for terms in contracted.values() for term in terms))
-
-    @property
-    def _take_size(self) -> str:
-        return f"get its size from the data: pyro.plate({self._structure.plate!r}, len(y))"
 
 
 def _dims(term: Tensor) -> str:
@@ -131,7 +117,7 @@ class _LogSumExpRing(LogRing):
 
 def _product(terms: Sequence[Tensor]) -> Tensor:
     spread = packed.broadcast_all(*terms)
-    return _named(sum(spread), _dims(spread[0]))
+    return _named(reduce(add, spread), _dims(spread[0]))
 
 
 def _named(term: Any, names: str) -> Tensor:

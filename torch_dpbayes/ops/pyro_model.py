@@ -14,11 +14,11 @@ from ..density import InvalidPoint, Prior, RecordDensity, clipped_ratio_sum
 from ..density.arguments import Arguments
 from ..density.pyro_runs import using_pyro
 from ..errors import CertificateError
+from .linear_model import ROUNDING
 from .models import Data, Density, Limits, Model, gradient_of
 
 # log likelihood where the model cannot be evaluated: finite, because samplers may fail at infinity
 _IMPOSSIBLE = -1e30
-_ROUNDING = 1e-6  # relative reduction of the clip bound, which covers rounding in float32
 
 
 class PyroModel(Model):
@@ -68,7 +68,7 @@ class PyroModel(Model):
         """
         density: RecordDensity = data[0]
         prior, (tempering, max_grad_norm, interval, lipschitz) = density.prior, limits
-        max_norm = (1 - _ROUNDING) * max_grad_norm
+        max_norm = (1 - ROUNDING) * max_grad_norm
         reference: dict[str, tuple[Tensor, Tensor]] = {}  # the first point and its terms
 
         def likelihood(point: Tensor) -> tuple[float, Tensor]:
