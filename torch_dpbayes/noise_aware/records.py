@@ -66,7 +66,7 @@ class ModelRecords:
         read: indices of the coordinates of θ that records depend on, ``[d]``.
 
     Raises:
-        ValueError: no records can be simulated from the model; checked on synthetic rows.
+        ValueError: no records can be simulated from the model, as far as its arguments show.
     """
 
     def __init__(
@@ -119,14 +119,6 @@ class ModelRecords:
             if role == "observed" and name in wanted:
                 raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
             self.roles.append(role)
-        self.theta = density.made_up.theta.to(torch.float64)
-        try:
-            self._draw(self.theta, self.density.made_up.few(), 0)
-        except Exception as error:
-            raise UnfitModel(
-                f"records cannot be simulated from the model ({type(error).__name__}): observe"
-                " distributions that can be sampled, not factors."
-            ) from error
 
     @property
     def dimension(self) -> int:
@@ -165,7 +157,7 @@ class ModelRecords:
 
     def _terms_of(self, rows: list[Tensor]) -> None:
         with torch.no_grad(), without_value_checks():
-            self.density.made_up.terms(self.theta.to(self.density.prior.dtype), rows)
+            self.density.made_up.terms(self.density.made_up.theta, rows)
 
     def _num_categories(self, number: int) -> int:
         row = self.density.made_up.few()[number]
