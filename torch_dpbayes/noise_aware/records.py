@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..density.pyro_runs import FLAVOURS, public_randomness, sample_sites, without_parameters
+from ..density.pyro_runs import public_randomness, sample_sites, without_parameters
 from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
@@ -222,24 +222,14 @@ class ModelRecords:
 
     def _observed(self) -> dict[int, str]:
         """For the number of each observed argument, the site that observes it."""
-        density, error = self.density, None
-        for flavour in FLAVOURS:
-            with public_randomness():
-                rows = density.arguments.made_up_rows(_SYNTHETIC_ROWS, flavour)
-            try:
-                sites = self._sites(rows)
-                break
-            except Exception as caught:
-                error = error or caught
-        else:
-            raise UnfitModel("the model does not run on synthetic rows.") from error
-        found: dict[int, str] = {}
+        density, found = self.density, dict[int, str]()
+        rows = density.made_up.other_rows(_SYNTHETIC_ROWS)
+        sites = self._sites(rows)
         own = density.arguments.in_model(rows)
         for name in density.observed:
             value = sites[name]["value"]
-            numbers = [
-                k for k, row in enumerate(own) if k not in found and _is_same_data(value, row)
-            ]
+            left = [k for k in range(len(own)) if k not in found]
+            numbers = [k for k in left if _is_same_data(value, own[k])]
             if not numbers:
                 raise UnfitModel(
                     f"the observation or factor of site {name!r} is not an argument of the model:"
