@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import pyro
@@ -36,7 +37,7 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
     """
     if isinstance(model, Softmax):
         scales = torch.full((model.num_classes, num_columns), model.prior_std, dtype=torch.float64)
-        return _LinearModel("categorical", scales)
+        return partial(_linear_model, "categorical", scales, ())
     precision = model.prior_precision.expand(num_columns)
     if not bool((precision > 0).all()):
         raise ArgumentError(
@@ -45,7 +46,8 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
         )
     # for a Gaussian target: the smoothness is 1/s² times the largest squared length of features
     noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
-    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std, model.max_count)
+    of_target = noise_std, model.max_count
+    return partial(_linear_model, model.family, precision.rsqrt().clone(), of_target)
 
 
 def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,18 +97,15 @@ class ClampedPoisson(dist.Poisson):
         return torch.where(value < self._largest, own, log_rest.to(own))
 
 
-class _LinearModel:
+def _linear_model(
+    family: str, prior_std: Tensor, of_target: Sequence[Any], features: Tensor, targets: Tensor
+) -> None:
     """A Pyro model with the site ``"weights"``: ``[d]``, or ``[K, d]`` for K classes."""
-
-    def __init__(self, family: str, prior_std: Tensor, *of_target: Any) -> None:
-        self._family, self._prior_std, self._of_target = family, prior_std, of_target
-
-    def __call__(self, features: Tensor, targets: Tensor) -> None:
-        scale = self._prior_std.to(features)
-        prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
-        output = features @ pyro.sample("weights", prior).movedim(-1, 0)
-        with pyro.plate("data", len(targets)):
-            pyro.sample("targets", law_of(self._family, output, *self._of_target), obs=targets)
+    scale = prior_std.to(features)
+    prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
+    output = features @ pyro.sample("weights", prior).movedim(-1, 0)
+    with pyro.plate("data", len(targets)):
+        pyro.sample("targets", law_of(family, output, *of_target), obs=targets)
 
 
 # -- the last layer of a network -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..density.pyro_runs import public_randomness, sample_sites, without_parameters
+from ..density.pyro_runs import public_randomness, sample_sites, trace_at, without_parameters
 from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
@@ -201,12 +201,10 @@ class ModelRecords:
 
     def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
         values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
-        arguments = self.density.arguments
-        in_model, (args, kwargs) = arguments.in_model(rows), arguments.with_rows(rows)
-        model = poutine.condition(poutine.uncondition(self._model), values)
-        with torch.no_grad(), without_value_checks(), poutine.block(), seeded(seed):
-            trace: Any = poutine.trace(model).get_trace(*args, **kwargs)
-        result = list(rows)
+        model, arguments = poutine.uncondition(self._model), self.density.arguments
+        with torch.no_grad(), without_value_checks(), seeded(seed):
+            trace = trace_at(model, values, *arguments.with_rows(rows))
+        in_model, result = arguments.in_model(rows), list(rows)
         for number, site in self._observed_sites.items():
             drawn = trace.nodes[site]["value"].reshape(in_model[number].shape)
             result[number] = arguments.rows_first(number, drawn).to(rows[number].dtype)
@@ -215,10 +213,9 @@ class ModelRecords:
     def _sites(self, rows: Sequence[Tensor]) -> dict[str, Any]:
         """The sites of one run of the model on synthetic rows."""
         values = self.density.prior.constrain(self.density.made_up.theta)
-        args, kwargs = self.density.arguments.with_rows(list(rows))
-        model = poutine.condition(self._model, values)
-        with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
-            return sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+        arguments = self.density.arguments.with_rows(list(rows))
+        with public_randomness(), torch.no_grad(), without_value_checks():
+            return sample_sites(trace_at(self._model, values, *arguments))
 
     def _observed(self) -> dict[int, str]:
         """For the number of each observed argument, the site that observes it."""
