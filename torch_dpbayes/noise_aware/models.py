@@ -132,16 +132,12 @@ class LastLayer:
             raise ArgumentError(f"likelihood must be one of {_LIKELIHOODS}, got {likelihood!r}.")
         self.prior_std = check_positive("prior_std", prior_std, "of every weight")
         trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-        layers = {
-            name: layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and layer.weight.requires_grad
-        }
-        name, layer = next(iter(layers.items()), ("", None))
-        parts = {} if layer is None else dict(layer.named_parameters())
+        name = trainable[0].rpartition(".")[0] if trainable else ""
+        layer = module.get_submodule(name)
+        parts = dict(layer.named_parameters(recurse=False))
         own = [part for part in ("weight", "bias") if part in parts]
         self.names: dict[str, str] = {part: f"{name}.{part}".lstrip(".") for part in own}
-        if layer is None or len(layers) > 1 or set(trainable) != set(self.names.values()):
+        if not isinstance(layer, nn.Linear) or set(trainable) != set(self.names.values()):
             raise UnfitModel(
                 "the trainable parameters must be those of one torch.nn.Linear, the last layer,"
                 " with its bias: freeze all others (requires_grad_(False))."
@@ -156,12 +152,10 @@ class LastLayer:
                 " for each class, bernoulli one logit."
             )
         self._module = copy.deepcopy(module).requires_grad_(False).eval()
-        self._body = copy.deepcopy(self._module)
+        self._body: nn.Module = nn.Identity()
         if name:
-            parent = self._body.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], nn.Identity())
-        else:
-            self._body = nn.Identity()
+            self._body = copy.deepcopy(self._module)
+            self._body.set_submodule(name, nn.Identity())
 
     def features(self, inputs: Tensor) -> Tensor:
         """``[n, d]``, each row a function of its own input. Private data.
