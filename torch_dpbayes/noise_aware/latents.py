@@ -185,9 +185,7 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
 
 
 def _correlations(draws: Tensor) -> Tensor:
-    """Correlations of the normal scores of draws ``[m, d]``, shrunk to zero as far as chance
-    explains them.
-    """
+    """Correlations of normal scores of draws ``[m, d]``, shrunk as far as chance explains them."""
     count, size = draws.shape
     ranks = draws.argsort(0).argsort(0).to(torch.float64)
     found = torch.corrcoef(torch.special.ndtri((ranks + 0.5) / count).T).reshape(size, size)

@@ -62,9 +62,7 @@ def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple
 
 
 def law_of(family: str, output: Tensor, std: Any = 1.0, max_count: float | None = None) -> Any:
-    """The distribution of a target given a linear predictor ``[n]``, or one for each class ``[n,
-    K]``.
-    """
+    """The law of a target given a linear predictor ``[n]``, or one for each class ``[n, K]``."""
     if family == "categorical":
         return dist.Categorical(logits=output)
     if family == "bernoulli":

@@ -42,9 +42,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def shorten(norms_squared: Tensor, bound: float) -> Tensor:
-    """The factors that scale vectors down to norm ``bound``, minus a millionth, which covers
-    rounding.
-    """
+    """Factors that scale vectors down to norm ``bound``, less a millionth for rounding."""
     least = bound * (1 - _ROUNDING)
     return (least * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
 
@@ -268,9 +266,7 @@ class ModelRecords:
                     )
 
     def _weights(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Weights of the sites in the data plate: scales, and 0 for records that a mask
-        excludes.
-        """
+        """Weights of the sites in the data plate: scales; 0 where a mask excludes a record."""
         found = {}
         for name, site in self._sites(rows).items():
             if all(frame.name != _PLATE for frame in site["cond_indep_stack"]):
