@@ -176,14 +176,8 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
 
 
 class Released:
-    """Covariates drawn from a released law; none if the model has none.
-
-    Args:
-        records: the model.
-        seed: the seed of the draws.
-        shape: how rows of numbers are shortened.
-        moments: mean and covariance of rows of numbers, in units of the bound.
-        categories: the law of the categories; None if there are none.
+    """Covariates drawn from a released law; none if the model has none. ``moments``: mean and
+    covariance of rows of numbers, in units of the bound.
     """
 
     is_paired = False

@@ -252,11 +252,8 @@ def sufficient_statistics(
             "model must be an ExponentialFamily or a LinearRegression, such as"
             f" noise_aware.beta_bernoulli(); got {model!r}."
         )
-    if (
-        not data
-        or not all(isinstance(arg, Tensor) and arg.dim() for arg in data)
-        or len({len(arg) for arg in data}) > 1
-    ):
+    lengths = {len(arg) if isinstance(arg, Tensor) and arg.dim() else None for arg in data}
+    if len(lengths) != 1 or None in lengths:
         raise UnfitModel("the data must be tensors of equal length with one row per record.")
     count = public_num_data(num_data, len(data[0]), accountant)
     multiplier = total_multiplier(accountant, epsilon, delta)
