@@ -139,46 +139,41 @@ def test_features_of_a_record_are_a_function_of_it_alone():
     torch.testing.assert_close(features(x)[:7], features(x[:7]), rtol=0, atol=1e-6)
 
 
+def law_of(model, *data, **latents):
+    """The distribution of the targets."""
+    with pyro.poutine.trace() as noted, pyro.condition(data=latents):
+        model(*data)
+    return noted.trace.nodes["targets"]["fn"]
+
+
 def test_a_log_variance_is_one():
-    net = torch.nn.Linear(2, 2, bias=False)
-    layer = LastLayer(net, "normal", 1.0)
+    layer = LastLayer(torch.nn.Linear(2, 2, bias=False), "normal", 1.0)
     weight = torch.tensor([[0.0, 0.0], [math.log(9.0), 0.0]])
-    ones, zeros = torch.ones(5, 2), torch.zeros(5)
-    with pyro.poutine.trace() as noted, pyro.condition(data={"weight": weight}):
-        layer(ones, zeros)
-    assert noted.trace.nodes["targets"]["fn"].stddev.tolist() == pytest.approx([3.0] * 5)
+    law = law_of(layer, torch.ones(5, 2), torch.zeros(5), weight=weight)
+    assert law.stddev.tolist() == pytest.approx([3.0] * 5)
 
 
 def test_several_means_have_a_target_each():
     layer = LastLayer(torch.nn.Linear(2, 3), "normal", 1.0)
-    with pyro.poutine.trace() as noted:
-        layer(torch.rand(7, 2), torch.zeros(7, 3))
-    law = noted.trace.nodes["targets"]["fn"]
+    law = law_of(layer, torch.rand(7, 2), torch.zeros(7, 3))
     assert law.batch_shape == (7,) and bool((law.variance == torch.ones(7, 3)).all())
 
 
 def test_a_gaussian_target_has_the_scale_of_its_glm():
     """Of squared errors whose curvature is 1/s² for features of norm 1."""
     glm = dpb.ops.GLM("gaussian", noise_std=0.5, max_feature_norm=2.0)
-    model = model_of(glm, 2)
-    zeros = torch.zeros(3, 2)
-    with pyro.poutine.trace() as noted:
-        model(zeros, zeros[:, 0])
-    scale = torch.as_tensor(noted.trace.nodes["targets"]["fn"].stddev)
-    assert float(scale.flatten()[0]) == pytest.approx(0.5)
+    law = law_of(model_of(glm, 2), torch.zeros(3, 2), torch.zeros(3))
+    assert law.stddev.tolist() == pytest.approx([0.5] * 3)
 
 
 @pytest.mark.chance(1e-4)
 def test_counts_are_simulated_clamped_as_those_of_records_are():
     for largest, least in ((4.0, 4), (2.5, 3)):
         model = model_of(dpb.ops.GLM("poisson", max_count=largest), 1)
-        weights = torch.tensor([1.0, 3.0])
-        for weight in weights:
-            ones = torch.ones(200, 1)
-            with pyro.poutine.trace() as noted, pyro.condition(data={"weights": weight[None]}):
-                model(ones, torch.full((200,), largest))
-            law = noted.trace.nodes["targets"]["fn"]
-            own = stats.poisson(float(weight.exp()))
+        for log_rate in (1.0, 3.0):
+            ones, latent = torch.ones(200, 1), torch.tensor([log_rate])
+            law = law_of(model, ones, torch.full((200,), largest), weights=latent)
+            own = stats.poisson(math.exp(log_rate))
             counts = [*range(least), largest]
             wanted = [*own.logpmf(range(least)), own.logsf(least - 1)]
             found = [float(law.log_prob(torch.tensor(y))[0]) for y in counts]

@@ -87,7 +87,7 @@ class MadeUpRecords:
     def _made(self, model: Model, structure: Structure, flavour: str, spread: float) -> Tensor:
         """Terms of new rows at a new θ."""
         arguments = self._arguments
-        rows = arguments.made_up_rows(self._count, flavour)
+        self._flavour, rows = flavour, arguments.made_up_rows(self._count, flavour)
         self.prior = prior = Prior(model, *arguments.with_rows(rows), factors=structure.outside)
         uniform = torch.rand(prior.dimension, dtype=prior.dtype, device=prior.device)
         self.theta = spread * (2 * uniform - 1)
@@ -117,6 +117,11 @@ class MadeUpRecords:
     def few(self) -> list[Tensor]:
         """Each of the rows once."""
         return self._rows
+
+    def other_rows(self, count: int) -> list[Tensor]:
+        """``count`` new rows of the same kind."""
+        with public_randomness():
+            return self._arguments.made_up_rows(count, self._flavour)
 
     def _with_observations(
         self, model: Model, structure: Structure, rows: list[Tensor]

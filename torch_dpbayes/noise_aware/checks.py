@@ -45,9 +45,7 @@ def release_p_values(
     laws: LawDifferences,
     theta_covariance: Tensor,
 ) -> list[float]:
-    """A p-value of each release given the others; ``theta_covariance`` approximates the posterior's
-    covariance.
-    """
+    """A p-value of each release given the others, near a posterior with this covariance."""
     n, found = num_data, fit.moments
     value = torch.cat([r.value for r in releases])
     slope, prior_precision = latents.slope_and_precision(fit.centre)
@@ -76,9 +74,7 @@ def release_p_values(
 
 
 def tail_probability(square: float, lengths: Tensor, size: int) -> float:
-    """P(X ≥ ``square``) for X | l ~ noncentral χ² with ``size`` degrees of freedom and λ_l, from
-    the cumulants of the mixture over l.
-    """
+    """P(X ≥ ``square``) for X | l ~ noncentral χ²(``size``, λ_l), by the mixture's cumulants."""
     mean = float(lengths.mean())
     apart = lengths - mean
     variance = 2 * size + 4 * mean + float(apart.square().mean())
@@ -195,9 +191,7 @@ def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
 
 
 def note_mode(left: float) -> list[str]:
-    """Warn if the search for the mode ended many posterior standard deviations (``left``) before
-    it.
-    """
+    """Warn if the search for the mode ended many posterior deviations (``left``) before it."""
     if left <= LONGEST_MOVE:
         return []
     return [f"  NOT SURE    the mode was not reached: its search ended {left:.0f} deviations away"]

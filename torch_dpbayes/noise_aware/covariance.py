@@ -19,7 +19,8 @@ this standard deviation is half normal with the scale τ₀ = log 10, a decade.
 Near the eigenvectors U of Y the derivative of L ↦ e^L is diagonal, :math:`f_{ij} = (e^{l_i} -
 e^{l_j})/(l_i - l_j)` (Daleckii and Krein). So entries of UᵀLU have about the variances
 :math:`1/(s^{-2} + f^2/v^2)`, half of this off the diagonal. Hamiltonian steps with these variances
-as inverse masses move L. m and s have conditional distributions in closed form.
+as inverse masses move L. m and s have conditional distributions in closed form; then s and L − mI
+change by a common random factor (Yu and Meng 2011, "To center or not to center").
 
 **Privacy.** Draws are post-processing of a release.
 """
@@ -43,9 +44,9 @@ from .records import shorten
 
 _ROWS = 2_000
 _DECADE = math.log(10.0)  # τ₀
-_EM_STEPS = 30
 _WARM_UP, _APART = 100, 10  # trajectories before the first draw, and between draws
 _LEAPFROG_STEPS = 8
+_FACTOR = 0.5  # deviation of its logarithm
 _ACCEPTANCE = 0.8  # target of the step size in the warm-up (Beskos et al. 2013: .65 to .8)
 _GRID = 200
 # chains up to this size: quick draws overstate the information, threefold for two columns of which
@@ -198,7 +199,9 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
     """Draws of G, ``[count, d, d]``, from the posterior given Y and v."""
     size, noise = len(released), noise_std**2
     values, vectors = torch.linalg.eigh(released)
-    logs, level, square, variances = _by_em(values, noise)
+    logs = values.clamp_min(noise_std).log()
+    level, square = logs.mean(), logs.var(correction=0) + 1 / size**2
+    curvature = _derivative(logs).square() / noise
     eye, diagonal = torch.eye(size, dtype=torch.float64), torch.diag(values)
 
     def potential(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,24 +215,22 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
         value = misfit.square().sum() / (2 * noise) + apart.square().sum() / (2 * square)
         return value[None], slope / noise + apart / square
 
-    def in_units(matrices: Tensor) -> Tensor:
-        return variances.sqrt() * matrices
-
     result, step, place = [], 1.0, torch.diag(logs)[None]
     for number in range(_WARM_UP + _APART * count):
-        now, chances = trajectory(
-            States(place, *potential(place)),
-            _symmetric_noise(1, size),
-            step,
-            _LEAPFROG_STEPS,
-            potential,
-            in_units,
-            in_units,
-        )
+        units = (1 / square + curvature).rsqrt().mul
+        states, momenta = States(place, *potential(place)), _symmetric_noise(1, size)
+        now, chances = trajectory(states, momenta, step, _LEAPFROG_STEPS, potential, units, units)
         place = now.at
         if number < _WARM_UP:
             step *= math.exp((float(chances) - _ACCEPTANCE) / math.sqrt(1 + number / 4))
         level, square = _hyperparameters(place[0])
+        # s and L − mI by the same factor: given L, s would move by little
+        before, (value, _) = (place, square), potential(place)
+        factor = math.exp(_FACTOR * float(torch.randn(())))
+        place, square = level * eye + factor * (place - level * eye), factor**2 * square
+        gain = value - potential(place)[0] + size * (before[1] - square) / (4 * _DECADE**2)
+        if not float(gain) + math.log(factor) > float(torch.rand(()).log()):
+            place, square = before
         if number >= _WARM_UP and (number - _WARM_UP) % _APART == _APART - 1:
             result.append(vectors @ torch.linalg.matrix_exp(place[0]) @ vectors.T)
     return torch.stack(result)
@@ -313,26 +314,6 @@ def _symmetric_noise(count: int, size: int) -> Tensor:
     """Symmetric matrices ``[count, d, d]`` with variance 1 on the diagonal, 1/2 off it."""
     white = torch.randn(count, size, size, dtype=torch.float64)
     return (white + white.mT) / 2
-
-
-def _by_em(values: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Eigenvalues of L, m, s² and the variances of L's entries, by EM. L is approximated by a
-    Gaussian at its mode, which has the eigenvectors of Y.
-    """
-    size = len(values)
-    free = size * (size + 1) / 2
-    logs = values.clamp_min(math.sqrt(noise)).log()
-    level, square = logs.mean(), logs.var(correction=0) + 1 / free
-    for _ in range(_EM_STEPS):
-        own = logs.exp()
-        curvature = (own.square() + (own * (own - values)).clamp_min(0.0)) / noise + 1 / square
-        step = (own * (own - values) / noise + (logs - level) / square) / curvature
-        logs = logs - step.clamp(-1.0, 1.0)
-        variances = 1 / (1 / square + _derivative(logs).square() / noise)
-        level = logs.mean()
-        upper = torch.triu(variances).sum()
-        square = ((logs - level).square().sum() + upper) / free
-    return logs, level, square, variances
 
 
 def _derivative(logs: Tensor) -> Tensor:

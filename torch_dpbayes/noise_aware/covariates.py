@@ -176,14 +176,8 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
 
 
 class Released:
-    """Covariates drawn from a released law; none if the model has none.
-
-    Args:
-        records: the model.
-        seed: the seed of the draws.
-        shape: how rows of numbers are shortened.
-        moments: mean and covariance of rows of numbers, in units of the bound.
-        categories: the law of the categories; None if there are none.
+    """Covariates drawn from a released law; none if the model has none. ``moments``: mean and
+    covariance of rows of numbers, in units of the bound.
     """
 
     is_paired = False
@@ -248,9 +242,7 @@ class NoisyMoments(NamedTuple):
         seed: int,
         matrices_of: Callable[[Tensor, float, int], Tensor] = gram_draws,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Means and covariances of a row in units of R, from their posterior given the release. The
-        first pair is the average of the others.
-        """
+        """Mean and covariance of a row in units of R: the average of the draws, then the draws."""
         n = max(num_data, 1)
         middle = short(self.total / n)  # rows have norms of at most 1
         with seeded(seed):
@@ -417,9 +409,7 @@ class NoisyCategories(NamedTuple):
     def laws(
         self, num_data: int, moments: Sequence[tuple[Tensor, Tensor] | None], seed: int
     ) -> list[CategoryLaw]:
-        """The mean of the following laws, then a draw from the posterior given the release for each
-        of the ``moments`` of rows except the first.
-        """
+        """The mean of the draws, then a draw for each of the ``moments`` of rows but the first."""
         with seeded(seed):
             drawn = [self._drawn(max(num_data, 1), each) for each in moments[1:]]
         tables = [
@@ -483,9 +473,7 @@ class NoisyCategories(NamedTuple):
         return [each @ basis.T for each in found]
 
     def _differences(self, sums: Tensor, weights: Tensor, scales: Tensor, n: int) -> Tensor:
-        """A draw of d ``[k, p]``, N(0, ρ·``scales``), given ``sums`` = ``weights``·d + noise. Each
-        column has its own ρ.
-        """
+        """A draw of d ``[k, p]``, N(0, ρ·``scales``), ρ by column, given ``weights``·d + noise."""
         places = torch.linspace(0.0, 1.0, _GRID, dtype=torch.float64)
         # the least is about the variance of n independent records
         rho = _MOST_BETWEEN * (n + 1.0) ** -places

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from .hamiltonian import States, mixing, trajectory
 from .latents import Latents, NonCentred
@@ -51,6 +52,7 @@ _ACCEPTANCE, _ACCEPTANCE_OF_OTHERS = 0.8, 0.234
 _MEMORY, _SHORT_MEMORY = 0.9, 0.5
 _GRADIENTS, _TIMED = 2000, 3  # approximate number that chains need; timings of a call
 _ROUNDING = 1e-9  # of log weights
+_ROWS = 200  # of draws, for their densities at a time
 _LEAST_TAIL = 5  # least number of draws for a fit of a Pareto distribution
 
 
@@ -123,22 +125,16 @@ def _weighted(
 
 def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
     """Weighted draws of the Gaussians that approximate the posterior."""
-    read, modes = latents.read, likelihood.modes
-    roots = torch.linalg.cholesky(likelihood.precisions).mT
-    white = torch.randn(count, modes.shape[1], dtype=torch.float64)
-    places = torch.empty_like(white)
-    for k, root in enumerate(roots):
-        own = white[k :: len(modes)].T
-        places[k :: len(modes)] = modes[k] + torch.linalg.solve_triangular(root, own, upper=True).T
-    logs = [
-        root.diagonal().log().sum() - ((places - mode) @ root.T).square().sum(1) / 2
-        for mode, root in zip(modes, roots, strict=True)
-    ]
+    laws = MultivariateNormal(
+        likelihood.modes, precision_matrix=likelihood.precisions, validate_args=False
+    )
+    places = laws.sample((math.ceil(count / len(likelihood.modes)),)).flatten(0, 1)[:count]
+    log_laws = [laws.log_prob(some[:, None]).logsumexp(1) for some in places.split(_ROWS)]
     theta = likelihood.centre.repeat(count, 1)
-    theta[:, read] = places
-    ratios = likelihood(theta) + latents.log_density(theta) - torch.stack(logs).logsumexp(0)
+    theta[:, latents.read] = places
+    ratios = likelihood(theta) + latents.log_density(theta) - torch.cat(log_laws)
     weights, k_hat = smoothed(ratios)
-    theta = latents.with_unread(theta, read)
+    theta = latents.with_unread(theta, latents.read)
     return _weighted(theta, weights.exp(), k_hat, count, 1.0, "importance sampling")
 
 

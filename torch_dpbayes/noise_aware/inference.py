@@ -343,9 +343,9 @@ class Setup:
             self.records.simulate(start, rows, _LEAST_SIMULATED, self.seed_of_records)
         except Exception as error:
             raise UnfitModel(
-                "the model cannot simulate records for Gaussian covariates, or for the public"
-                f" ones: {first_line(error)}. Limit numbers in it, as in rate.clamp(min=1e-6), or"
-                " pass covariates=, a public sample."
+                f"records cannot be simulated: {first_line(error)}. Observe distributions that can"
+                " be sampled. If Gaussian covariates do not fit, write, for example,"
+                " rate.clamp(min=1e-6), or pass covariates=, a public sample."
             ) from error
 
     def laws(self, transcript: Transcript) -> list[Covariates]:

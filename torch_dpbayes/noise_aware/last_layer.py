@@ -327,9 +327,7 @@ class _Law:
         self._deviations, self._told = precision.rsqrt(), float((told / precision).sum())
 
     def potential(self, points: Tensor, *, is_full: bool = False) -> tuple[Tensor, Tensor]:
-        """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and its gradients; if ``is_full``, with
-        the correlations of classes and columns.
-        """
+        """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and gradients; ``is_full``: for modes."""
         means = self._expected(points)
         residual = self._residual(means)
         weighted = self._solved(residual) if is_full else self._conditioned(residual)

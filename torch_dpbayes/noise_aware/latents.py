@@ -23,7 +23,7 @@ from torch.distributions import Independent, LogNormal, constraints
 from torch.func import vmap
 
 from ..density import Prior, without_value_checks
-from ..density.pyro_runs import public_randomness
+from ..density.pyro_runs import public_randomness, trace_at
 from ..density.recording import of_rows, recorded
 
 _DRAWS = 500  # of a prior, for its quantiles
@@ -143,10 +143,7 @@ class NonCentred:
         self.prior = own = Prior(poutine.reparam(prior.run, config=config), factors=prior.factors)
 
         def of_one(xi: Tensor) -> tuple[Tensor, Tensor]:
-            values = own.constrain(xi)
-            with poutine.block(), poutine.trace() as noted, poutine.condition(data=values):
-                own.run()
-            sites = noted.trace.nodes
+            sites = trace_at(own.run, own.constrain(xi), (), {}).nodes
             theta = [t(sites[name]["value"]).reshape(-1) for name, t in prior.transforms.items()]
             return torch.cat(theta), own.log_density_with(xi, (), {})
 
@@ -167,12 +164,10 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
     """
     found: dict[str, Any] = {}
     values = prior.constrain(theta.to(prior.device, prior.dtype))
-    with public_randomness(), without_value_checks(), torch.no_grad(), poutine.block():
-        with poutine.trace() as noted, poutine.condition(data=values):
-            prior.run()
+    with public_randomness(), without_value_checks(), torch.no_grad():
+        sites = trace_at(prior.run, values, (), {}).nodes
     for name, told in prior.unflatten(information.to(prior.device, prior.dtype)).items():
-        weight = noted.trace.nodes[name]["scale"]
-        law: Any = noted.trace.nodes[name]["fn"]
+        weight, law = sites[name]["scale"], sites[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
         # poutine.scale weights the site itself, not its new coordinates
@@ -190,9 +185,7 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
 
 
 def _correlations(draws: Tensor) -> Tensor:
-    """Correlations of the normal scores of draws ``[m, d]``, shrunk to zero as far as chance
-    explains them.
-    """
+    """Correlations of normal scores of draws ``[m, d]``, shrunk as far as chance explains them."""
     count, size = draws.shape
     ranks = draws.argsort(0).argsort(0).to(torch.float64)
     found = torch.corrcoef(torch.special.ndtri((ranks + 0.5) / count).T).reshape(size, size)

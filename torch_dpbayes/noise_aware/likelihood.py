@@ -436,9 +436,7 @@ class SyntheticLikelihood(Likelihood):
         return mean, count
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """The log-likelihood of every row. If the effective sample size of the records at the mode
-        is too small, records are simulated again.
-        """
+        """The log-likelihood of every row; far from all simulated records more are simulated."""
         values, worth = torch.zeros(2, len(theta), dtype=torch.float64)
         left, used = torch.arange(len(theta)), 0
         while len(left) and used <= _MOST_CENTRES:

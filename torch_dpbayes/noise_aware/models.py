@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import pyro
@@ -36,7 +37,7 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
     """
     if isinstance(model, Softmax):
         scales = torch.full((model.num_classes, num_columns), model.prior_std, dtype=torch.float64)
-        return _LinearModel("categorical", scales)
+        return partial(_linear_model, "categorical", scales, ())
     precision = model.prior_precision.expand(num_columns)
     if not bool((precision > 0).all()):
         raise ArgumentError(
@@ -45,7 +46,8 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
         )
     # for a Gaussian target: the smoothness is 1/s² times the largest squared length of features
     noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
-    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std, model.max_count)
+    of_target = noise_std, model.max_count
+    return partial(_linear_model, model.family, precision.rsqrt().clone(), of_target)
 
 
 def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,9 +62,7 @@ def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple
 
 
 def law_of(family: str, output: Tensor, std: Any = 1.0, max_count: float | None = None) -> Any:
-    """The distribution of a target given a linear predictor ``[n]``, or one for each class ``[n,
-    K]``.
-    """
+    """The law of a target given a linear predictor ``[n]``, or one for each class ``[n, K]``."""
     if family == "categorical":
         return dist.Categorical(logits=output)
     if family == "bernoulli":
@@ -95,18 +95,15 @@ class ClampedPoisson(dist.Poisson):
         return torch.where(value < self._largest, own, log_rest.to(own))
 
 
-class _LinearModel:
+def _linear_model(
+    family: str, prior_std: Tensor, of_target: Sequence[Any], features: Tensor, targets: Tensor
+) -> None:
     """A Pyro model with the site ``"weights"``: ``[d]``, or ``[K, d]`` for K classes."""
-
-    def __init__(self, family: str, prior_std: Tensor, *of_target: Any) -> None:
-        self._family, self._prior_std, self._of_target = family, prior_std, of_target
-
-    def __call__(self, features: Tensor, targets: Tensor) -> None:
-        scale = self._prior_std.to(features)
-        prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
-        output = features @ pyro.sample("weights", prior).movedim(-1, 0)
-        with pyro.plate("data", len(targets)):
-            pyro.sample("targets", law_of(self._family, output, *self._of_target), obs=targets)
+    scale = prior_std.to(features)
+    prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
+    output = features @ pyro.sample("weights", prior).movedim(-1, 0)
+    with pyro.plate("data", len(targets)):
+        pyro.sample("targets", law_of(family, output, *of_target), obs=targets)
 
 
 # -- the last layer of a network -------------------------------------------------------------------
@@ -133,16 +130,12 @@ class LastLayer:
             raise ArgumentError(f"likelihood must be one of {_LIKELIHOODS}, got {likelihood!r}.")
         self.prior_std = check_positive("prior_std", prior_std, "of every weight")
         trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-        layers = {
-            name: layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and layer.weight.requires_grad
-        }
-        name, layer = next(iter(layers.items()), ("", None))
-        parts = {} if layer is None else dict(layer.named_parameters())
+        name = trainable[0].rpartition(".")[0] if trainable else ""
+        layer = module.get_submodule(name)
+        parts = dict(layer.named_parameters(recurse=False))
         own = [part for part in ("weight", "bias") if part in parts]
         self.names: dict[str, str] = {part: f"{name}.{part}".lstrip(".") for part in own}
-        if layer is None or len(layers) > 1 or set(trainable) != set(self.names.values()):
+        if not isinstance(layer, nn.Linear) or set(trainable) != set(self.names.values()):
             raise UnfitModel(
                 "the trainable parameters must be those of one torch.nn.Linear, the last layer,"
                 " with its bias: freeze all others (requires_grad_(False))."
@@ -157,12 +150,10 @@ class LastLayer:
                 " for each class, bernoulli one logit."
             )
         self._module = copy.deepcopy(module).requires_grad_(False).eval()
-        self._body = copy.deepcopy(self._module)
+        self._body: nn.Module = nn.Identity()
         if name:
-            parent = self._body.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], nn.Identity())
-        else:
-            self._body = nn.Identity()
+            self._body = copy.deepcopy(self._module)
+            self._body.set_submodule(name, nn.Identity())
 
     def features(self, inputs: Tensor) -> Tensor:
         """``[n, d]``, each row a function of its own input. Private data.

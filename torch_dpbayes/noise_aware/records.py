@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..density.pyro_runs import FLAVOURS, public_randomness, sample_sites, without_parameters
+from ..density.pyro_runs import public_randomness, sample_sites, trace_at, without_parameters
 from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
@@ -42,9 +42,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def shorten(norms_squared: Tensor, bound: float) -> Tensor:
-    """The factors that scale vectors down to norm ``bound``, minus a millionth, which covers
-    rounding.
-    """
+    """Factors that scale vectors down to norm ``bound``, less a millionth for rounding."""
     least = bound * (1 - _ROUNDING)
     return (least * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
 
@@ -66,7 +64,7 @@ class ModelRecords:
         read: indices of the coordinates of θ that records depend on, ``[d]``.
 
     Raises:
-        ValueError: no records can be simulated from the model; checked on synthetic rows.
+        ValueError: no records can be simulated from the model, as far as its arguments show.
     """
 
     def __init__(
@@ -119,14 +117,6 @@ class ModelRecords:
             if role == "observed" and name in wanted:
                 raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
             self.roles.append(role)
-        self.theta = density.made_up.theta.to(torch.float64)
-        try:
-            self._draw(self.theta, self.density.made_up.few(), 0)
-        except Exception as error:
-            raise UnfitModel(
-                f"records cannot be simulated from the model ({type(error).__name__}): observe"
-                " distributions that can be sampled, not factors."
-            ) from error
 
     @property
     def dimension(self) -> int:
@@ -165,7 +155,7 @@ class ModelRecords:
 
     def _terms_of(self, rows: list[Tensor]) -> None:
         with torch.no_grad(), without_value_checks():
-            self.density.made_up.terms(self.theta.to(self.density.prior.dtype), rows)
+            self.density.made_up.terms(self.density.made_up.theta, rows)
 
     def _num_categories(self, number: int) -> int:
         row = self.density.made_up.few()[number]
@@ -209,12 +199,10 @@ class ModelRecords:
 
     def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
         values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
-        arguments = self.density.arguments
-        in_model, (args, kwargs) = arguments.in_model(rows), arguments.with_rows(rows)
-        model = poutine.condition(poutine.uncondition(self._model), values)
-        with torch.no_grad(), without_value_checks(), poutine.block(), seeded(seed):
-            trace: Any = poutine.trace(model).get_trace(*args, **kwargs)
-        result = list(rows)
+        model, arguments = poutine.uncondition(self._model), self.density.arguments
+        with torch.no_grad(), without_value_checks(), seeded(seed):
+            trace = trace_at(model, values, *arguments.with_rows(rows))
+        in_model, result = arguments.in_model(rows), list(rows)
         for number, site in self._observed_sites.items():
             drawn = trace.nodes[site]["value"].reshape(in_model[number].shape)
             result[number] = arguments.rows_first(number, drawn).to(rows[number].dtype)
@@ -223,31 +211,20 @@ class ModelRecords:
     def _sites(self, rows: Sequence[Tensor]) -> dict[str, Any]:
         """The sites of one run of the model on synthetic rows."""
         values = self.density.prior.constrain(self.density.made_up.theta)
-        args, kwargs = self.density.arguments.with_rows(list(rows))
-        model = poutine.condition(self._model, values)
-        with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
-            return sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+        arguments = self.density.arguments.with_rows(list(rows))
+        with public_randomness(), torch.no_grad(), without_value_checks():
+            return sample_sites(trace_at(self._model, values, *arguments))
 
     def _observed(self) -> dict[int, str]:
         """For the number of each observed argument, the site that observes it."""
-        density, error = self.density, None
-        for flavour in FLAVOURS:
-            with public_randomness():
-                rows = density.arguments.made_up_rows(_SYNTHETIC_ROWS, flavour)
-            try:
-                sites = self._sites(rows)
-                break
-            except Exception as caught:
-                error = error or caught
-        else:
-            raise UnfitModel("the model does not run on synthetic rows.") from error
-        found: dict[int, str] = {}
+        density, found = self.density, dict[int, str]()
+        rows = density.made_up.other_rows(_SYNTHETIC_ROWS)
+        sites = self._sites(rows)
         own = density.arguments.in_model(rows)
         for name in density.observed:
             value = sites[name]["value"]
-            numbers = [
-                k for k, row in enumerate(own) if k not in found and _is_same_data(value, row)
-            ]
+            left = [k for k in range(len(own)) if k not in found]
+            numbers = [k for k in left if _is_same_data(value, own[k])]
             if not numbers:
                 raise UnfitModel(
                     f"the observation or factor of site {name!r} is not an argument of the model:"
@@ -289,9 +266,7 @@ class ModelRecords:
                     )
 
     def _weights(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Weights of the sites in the data plate: scales, and 0 for records that a mask
-        excludes.
-        """
+        """Weights of the sites in the data plate: scales; 0 where a mask excludes a record."""
         found = {}
         for name, site in self._sites(rows).items():
             if all(frame.name != _PLATE for frame in site["cond_indep_stack"]):

@@ -53,9 +53,7 @@ _ROWS = 50_000  # of private records whose scores are in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The noise multipliers (noise standard deviation / sensitivity to one added record) of a run,
-    fixed before its first release.
-    """
+    """The noise multipliers of a run: noise deviation / sensitivity to one added record."""
 
     total: float  # of a single release with the whole budget, 1/μ
     scores: tuple[float, ...]  # of the clipped sums of scores
@@ -124,9 +122,7 @@ def budget_of(
 
 
 def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
-    """The public number of records: under add-or-remove-one the stated number, under replace-one
-    the number found.
-    """
+    """The number of records: as stated if it is private (add or remove one), else as found."""
     if stated is not None:
         stated = positive_count(stated, "num_data")
     if accountant.neighboring == "replace_one":
@@ -303,9 +299,7 @@ def run(
     plan: Plan,
     max_grad_norm: float | None,
 ) -> tuple[Transcript, Tensor]:
-    """Release the scores, each at the mode given earlier releases. Return ``transcript`` with them,
-    and the last mode.
-    """
+    """Release the scores, each at the mode given the earlier ones, and return the last mode."""
     theta, releases = latents.median, list[Release]()
     for multiplier in plan.scores:
         scale = choose_scale(simulator, latents, theta, plan.together, max_grad_norm)

@@ -252,11 +252,8 @@ def sufficient_statistics(
             "model must be an ExponentialFamily or a LinearRegression, such as"
             f" noise_aware.beta_bernoulli(); got {model!r}."
         )
-    if (
-        not data
-        or not all(isinstance(arg, Tensor) and arg.dim() for arg in data)
-        or len({len(arg) for arg in data}) > 1
-    ):
+    lengths = {len(arg) if isinstance(arg, Tensor) and arg.dim() else None for arg in data}
+    if len(lengths) != 1 or None in lengths:
         raise UnfitModel("the data must be tensors of equal length with one row per record.")
     count = public_num_data(num_data, len(data[0]), accountant)
     multiplier = total_multiplier(accountant, epsilon, delta)
@@ -265,15 +262,15 @@ def sufficient_statistics(
         latents = Latents(prior, torch.arange(prior.dimension))
         statistics = RecordStatistics(model.statistics, data)
         size = statistics.size
-        family = _Family(model, latents, count, size)
         whole = torch.eye(size, dtype=torch.float64)
         # errors of the model occur here, with synthetic statistics, before the charge
         made_up = Release(latents.median, whole, torch.zeros(size, dtype=whole.dtype), multiplier)
-        _OfFamily(family, latents, made_up)(latents.draws) + latents.log_density(latents.draws)
+        tried = _OfFamily(model, latents, count, made_up)
+        tried(latents.draws) + latents.log_density(latents.draws)
         accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
         exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
         released = exact + multiplier * normal_numbers(size)
-        likelihood = _OfFamily(family, latents, made_up._replace(value=released))
+        likelihood = _OfFamily(model, latents, count, made_up._replace(value=released))
         found = draw_posterior(latents, likelihood, _DRAWS)
         values = latents.values(found.theta, found.weights)
     lines = [
@@ -287,15 +284,16 @@ def sufficient_statistics(
     return NoiseAwarePosterior(found, values, statement, released, density=(latents, likelihood))
 
 
-class _Family:
-    """Moments of one record's statistics, divided by the bound C, in closed form."""
+class _OfFamily(Likelihood):
+    """log p(s̃ | θ) with one record's moments in closed form, in units of the bound C."""
 
     count = 1  # number of simulated records; closed forms have no simulation error
 
     def __init__(
-        self, model: ExponentialFamily, latents: Latents, num_data: int, size: int
+        self, model: ExponentialFamily, latents: Latents, num_data: int, release: Release
     ) -> None:
         self._model, self._latents, self.num_data = model, latents, num_data
+        size = len(release.value)
         try:
             eta = model.natural_parameters(latents.constrain(latents.median))
         except KeyError as error:
@@ -309,6 +307,16 @@ class _Family:
                 f"natural_parameters must return a vector [{size}], one number for each"
                 f" statistic, and returned {found}: write value[None] for a single number."
             )
+        fit = find_mode(self, [release], latents, latents.median)
+        noise = torch.diag(noise_variances([release]))
+        laws = law_differences(fit, [self], [release])
+        super().__init__(fit, latents.read, num_data, release.value, noise, fit.moments, laws)
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        """The log density of every row."""
+        rows = max(_NUMBERS // len(self._released) ** 2, 1)
+        of_many = vmap(self.moments)
+        return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])
 
     def moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and covariance."""
@@ -328,23 +336,6 @@ class _Family:
     def moved(self, theta: Tensor, step: Tensor) -> Tensor:
         """θ + step."""
         return theta + step
-
-
-class _OfFamily(Likelihood):
-    """log p(s̃ | θ) with the family's moments, in units of the bound."""
-
-    def __init__(self, family: _Family, latents: Latents, release: Release) -> None:
-        fit = find_mode(family, [release], latents, latents.median)
-        noise = torch.diag(noise_variances([release]))
-        laws = law_differences(fit, [family], [release])
-        self._family, n = family, family.num_data
-        super().__init__(fit, latents.read, n, release.value, noise, fit.moments, laws)
-
-    def __call__(self, theta: Tensor) -> Tensor:
-        """The log density of every row."""
-        rows = max(_NUMBERS // len(self._released) ** 2, 1)
-        of_many = vmap(self._family.moments)
-        return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])
 
 
 # -- functions of families at module level, so that posteriors can be pickled ----------------------
