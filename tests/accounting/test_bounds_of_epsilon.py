@@ -75,7 +75,13 @@ def exact_delta(pair, epsilon):
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
 @pytest.mark.parametrize(
     ("rate", "noise", "delta"),
-    [(1e-7, 0.412, 3.8e-13), (1e-8, 0.3, 1e-15), (0.4, 0.3, 0.1), (0.9, 5.0, 1e-15)],
+    [
+        (1e-7, 0.412, 3.8e-13),
+        (1e-8, 0.3, 1e-15),
+        (0.4, 0.3, 0.1),
+        (0.9, 5.0, 1e-15),
+        (0.9, 0.03, 1e-9),
+    ],
 )
 def test_one_release_in_closed_form(kind, rate, noise, delta):
     pair = Sampled(kind, rate, noise)
@@ -83,7 +89,7 @@ def test_one_release_in_closed_form(kind, rate, noise, delta):
     truth = float(exact_delta(pair, found))
     assert truth <= delta <= truth * (1 + 1e-8)
     assert bounds.upper_epsilon({pair: 1}, delta) == found
-    for epsilon in (1e-6, 0.3, 12.0):
+    for epsilon in (1e-6, 0.3, 12.0, 1e3):
         exact = float(exact_delta(pair, epsilon))
         assert exact <= bounds.upper_delta({pair: 1}, epsilon) <= exact * (1 + 1e-7) + 1e-25 * rate
 

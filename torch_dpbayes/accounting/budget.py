@@ -279,7 +279,7 @@ class Budget:
                 if excess() <= 0:
                     self._hold(wanted, need, excess)
                     return True
-        if self._bound(joint) > self._epsilon:
+        if not self._bound(joint) <= self._epsilon:  # NaN does not fit
             return False
         if len(joint) <= EXACT_LEVELS:
             self._hold(

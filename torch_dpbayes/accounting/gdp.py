@@ -16,6 +16,7 @@ from .privacy_loss import sampled_point, unsampled_loss
 # is below round-off
 _LARGE_MU = 1e5
 _MARGIN = 1e-12  # relative error of distribution functions
+_FAR = 1e6  # with the least noise of sampled releases delta is 0 there
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -79,11 +80,14 @@ def sampled_delta(pair: Sampled | Mixed, epsilon: float) -> float:
     q, mu = pair.rate, 1 / pair.noise
     if pair.kind != "antipodal":
         return q * gaussian_delta(mu, float(unsampled_loss(np.array([epsilon]), q)[0]))
+    epsilon = min(epsilon, _FAR)
     x = float(sampled_point(pair, np.array([epsilon]))[0])
-    near, middle, far = (float(special.ndtr((at - x) * mu)) for at in (1.0, 0.0, -1.0))
-    grown = math.exp(epsilon)
-    found = q * (near - grown * far) - (1 - q) * math.expm1(epsilon) * middle
-    return max(found, 0.0) + _MARGIN * (q * near + math.expm1(epsilon) * middle)
+    near, middle, far = (float(special.log_ndtr((at - x) * mu)) for at in (1.0, 0.0, -1.0))
+    # no exponent is far above 0: above x the first density exceeds e^epsilon times the second
+    with_it = q * math.exp(near)
+    without = (1 - q) * -math.expm1(-epsilon) * math.exp(epsilon + middle)
+    found = with_it - q * math.exp(epsilon + far) - without
+    return max(found, 0.0) + _MARGIN * (1 + epsilon / 100) * (with_it + without)
 
 
 def sampled_epsilon(pair: Sampled | Mixed, delta: float) -> float:
