@@ -121,8 +121,10 @@ class PrivateRandomness:
             if _private_now:  # one block inside another
                 yield
                 return
-            own = (k for k in devices if isinstance(k, str) or k.type not in ("cpu", "meta"))
-            kinds: set[_Kind] = {_CPU, *own}
+            kinds: set[_Kind] = {_CPU}
+            for kind in devices:
+                if isinstance(kind, str) or kind.type not in ("cpu", "meta"):
+                    kinds.add(kind)
             self._begin(kinds, hides)
             access = {kind: _access(kind) for kind in kinds}
             before = [(put, get()) for get, put in access.values()]
@@ -150,7 +152,8 @@ class PrivateRandomness:
             self._streams, self._process = {}, this_process()
         new = kinds - self._streams.keys()
         if self._generator is None:
-            self._streams |= {k: _stream_from(os.urandom(_ENTROPY_BYTES), k) for k in new}
+            for kind in new:
+                self._streams[kind] = _stream_from(os.urandom(_ENTROPY_BYTES), kind)
             return
         position = stream_position(self._generator)
         number = _blocks_at[position] = _blocks_at.get(position, 0) + 1

@@ -173,7 +173,7 @@ def test_a_saved_state_and_a_file_hold_the_history_that_memory_does(path):
 def test_a_budget_that_is_used_up_stays_so_when_it_is_saved(method, adaptive, path):
     accountant = PrivacyAccountant(2.0, DELTA, method=method)
     both = events.ComposedDpEvent([events.GaussianDpEvent(60.0), STEP])
-    accountant.compose(both, 9, label="x", adaptive=adaptive)
+    accountant.compose(both, 9, adaptive=adaptive)
     accountant.compose(STEP, accountant.remaining(STEP), adaptive=adaptive)
     assert accountant.remaining(STEP) == 0
     state = json.loads(json.dumps(accountant.state_dict()))

@@ -325,10 +325,12 @@ class RecordwiseCollate:
     @property
     def is_torchs(self) -> bool:
         """Whether the function is torch's own, without functions registered by the user."""
-        return self.wrapped_collator_fn is default_collate and all(
-            getattr(function, "__globals__", None) is vars(torch_collate)
-            for function in default_collate_fn_map.values()
-        )
+        if self.wrapped_collator_fn is not default_collate:
+            return False
+        for function in default_collate_fn_map.values():
+            if getattr(function, "__globals__", None) is not vars(torch_collate):
+                return False
+        return True
 
     def __call__(self, records: Any) -> Any:
         if self._nesting and not records:

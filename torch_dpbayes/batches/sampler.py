@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class DrawSequence:
         self._stream = generator
         # the thread of the pass, and a new lock: a fork copies no other threads
         self._thread, self._lock = threading.current_thread(), threading.Lock()
+        self._thread_id = get_ident()
         self._draws = deque[_Draw]()  # draws without a step
         # in a resumed run: generator states from which the waiting draws are repeated first
         self._waiting = deque[torch.Tensor]()
@@ -94,10 +96,9 @@ class DrawSequence:
         """Raise unless this thread owns the pass: gradients of two threads would be added up. A
         thread may begin and own a pass while no batch waits for a step. Call under the lock.
         """
-        here = threading.current_thread()
         if begins and (not self._delivered or not self._thread.is_alive()):
-            self._thread = here
-        elif self._thread is not here:
+            self._thread, self._thread_id = threading.current_thread(), get_ident()
+        elif get_ident() != self._thread_id:
             raise StateError(
                 "another thread took a batch of this private loader and has not stepped on it: step"
                 " there first, or call make_private for each thread, with one accountant.",
@@ -291,7 +292,8 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
             self.require_latest(this)
             self._enter_process()
             with self._lock:
-                self._enter_thread()
+                if get_ident() != self._thread_id:
+                    self._enter_thread()
                 if self._handed == len(self._draws):
                     self._draws.append(self._next_draw())
                 self._handed += 1
@@ -356,7 +358,8 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
             )
         self._enter_process()
         with self._lock:
-            self._enter_thread()
+            if get_ident() != self._thread_id:
+                self._enter_thread()
             self.before_delivery()
             self._is_missed |= self._is_ready
             if self._is_last or not is_part:  # a new draw begins
@@ -388,7 +391,7 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
                 " that accelerate or Fabric made.",
                 code="loader-no-batch",
             )
-        if self._thread is not threading.current_thread():
+        if get_ident() != self._thread_id:
             self._enter_thread()
         self._is_ready = False
         if self._is_missed:
