@@ -309,7 +309,7 @@ class Setup:
                 " remove one: use PrivacyAccountant(neighboring='replace_one')."
             )
         self.latents = Latents(self.records.density.prior, self.records.read)
-        self.few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
+        self.few = max(_FEW, _FEW_PER_DIMENSION * len(self.records.read))
         found = self.records.density.num_records
         self.num_data = public_num_data(num_data, found, self.accountant)
         # seeds of independent streams: covariates, their laws, and records given covariates
@@ -325,7 +325,7 @@ class Setup:
             self.accountant,
             epsilon,
             delta,
-            dimension=self.records.dimension,
+            dimension=len(self.records.read),
             num_data=self.num_data,
             num_releases=num_releases,
             has_numbers=self.shape is not None,

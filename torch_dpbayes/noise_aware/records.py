@@ -118,11 +118,6 @@ class ModelRecords:
                 raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
             self.roles.append(role)
 
-    @property
-    def dimension(self) -> int:
-        """d, the number of coordinates that records depend on."""
-        return len(self.read)
-
     def of_role(self, *roles: Role) -> list[int]:
         """Numbers of the data arguments that have one of these roles."""
         return [number for number, role in enumerate(self.roles) if role in roles]
