@@ -46,8 +46,11 @@ class DeclaredOptimizer(OwnNoise):
         _, *own = inspect.signature(cls.__init__).parameters.values()
         if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
             # and the arguments that it passes on as keywords
-            passed = inspect.signature(Settings).parameters.values()
-            own = [*own[:-1], *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in passed)]
+            names = {p.name for p in own}
+            for p in inspect.signature(Settings).parameters.values():
+                if p.name not in names:
+                    own.insert(-1, p.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            own.pop()
         cls.__signature__ = inspect.Signature(own)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -95,7 +98,7 @@ class DeclaredOptimizer(OwnNoise):
             self._make_query(self.max_grad_norm, settings.expected_batch_size),
             num_data=settings.num_data,
             sampling=settings.sampling,
-            accountant=settings.accountant or PrivacyAccountant(),
+            accountant=PrivacyAccountant() if settings.accountant is None else settings.accountant,
             generator=settings.generator,
             label=type(self).__name__,
             assume_independent=settings.assume_independent_records,
