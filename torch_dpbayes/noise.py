@@ -150,7 +150,8 @@ class PrivateRandomness:
         """Make missing streams; with a caller's generator, new ones for every block."""
         if self._generator is not None or this_process() != self._process:
             self._streams, self._process = {}, this_process()
-        new = kinds - self._streams.keys()
+        # Python and NumPy do not show whether the last block seeded them
+        new = {kind for kind in kinds if isinstance(kind, str) or kind not in self._streams}
         if self._generator is None:
             for kind in new:
                 self._streams[kind] = _stream_from(os.urandom(_ENTROPY_BYTES), kind)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_dpbayes import noise
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
-RECORDS = 6
+RECORDS, SEEDS = 6, (torch.manual_seed, random.seed, np.random.seed)
 
 
 class Augmented(TensorDataset):
@@ -24,7 +24,7 @@ class Augmented(TensorDataset):
     which this one is no plain case, draws none.
     """
 
-    fails = False
+    fails = seeds = False
 
     def __init__(self):
         super().__init__(torch.zeros(RECORDS))
@@ -33,6 +33,8 @@ class Augmented(TensorDataset):
         if self.fails:
             raise KeyError(i)
         drawn = torch.rand(4).tolist(), [random.random() for _ in range(4)], np.random.rand(4)
+        for seed in SEEDS[1:] if self.seeds and i == RECORDS - 1 else ():
+            seed(0)
         return torch.tensor(np.concatenate(drawn), dtype=torch.float32), torch.tensor(0)
 
 
@@ -43,7 +45,7 @@ def all_differ(found):
 
 def going_on(batches):
     """Batches of a pass, whose reading leaves the program's random numbers as they were."""
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
+    for seed in SEEDS:
         seed(0)
     before = None  # an iterator of torch's takes a number when it begins
     for batch in batches:
@@ -78,6 +80,12 @@ def drawn(net, optimizer, loader, in_parts=False):
 def test_augmentations_do_not_follow_the_programs_seeds(options, in_parts):
     found = torch.cat([drawn(*run(**options), in_parts) for _ in range(2)])
     assert len(found) == 4 * RECORDS and all_differ(found)
+
+
+def test_a_record_that_seeds_does_not_choose_the_numbers_of_the_next_batch():
+    net, optimizer, loader = run()
+    loader.dataset.seeds = True  # the last record of each batch
+    assert all_differ(torch.cat([drawn(net, optimizer, loader) for _ in range(2)]))
 
 
 def test_they_repeat_with_the_generator_of_the_loader(monkeypatch):

@@ -1,6 +1,7 @@
 """What private optimizers and schedules refuse when they are made or changed: tables."""
 
 import math
+from typing import Unpack
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch_dpbayes.errors import ArgumentError, ArgumentTypeError
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
+from torch_dpbayes.optim.settings import Options
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.release import ClippedSum
 
@@ -70,6 +72,15 @@ def test_arguments(kind, options):
     with pytest.raises((ArgumentError, ArgumentTypeError)) as error:
         made(kind, **options)
     assert error.value.code in ("argument", "argument-type")
+
+
+def test_a_subclass_may_name_an_argument_that_all_have():
+    class Colder(DPSGLD):
+        def __init__(self, params, lr, *, temperature=0.5, **options: "Unpack[Options]"):
+            super().__init__(params, lr, temperature=temperature, **options)
+
+    assert made(Colder, temperature=0.1).temperature == 0.1
+    assert {*GIVEN} < Colder.__signature__.parameters.keys()
 
 
 def test_schedules():

@@ -217,6 +217,7 @@ def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
 def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
     """A prior far too narrow for the lr: the iterates grow without bound until the dtype ends."""
     optimizer, parameters = built(make, lr=1e-2, prior_std=1e-4, dtype=dtype)
+    group = optimizer.param_groups[0]
     with pytest.raises(FloatingPointError):
         for _ in range(300):
             before, charged = everything(optimizer), len(optimizer.accountant)
@@ -224,4 +225,5 @@ def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
             optimizer.step()
     assert len(optimizer.accountant) == charged + 1
     same(everything(optimizer), before)
+    assert optimizer.param_groups[0] is group  # the caller may lower its lr
     assert all(torch.isfinite(p).all() for p in parameters)

@@ -117,7 +117,11 @@ class PrivateOptimizer(DeclaredOptimizer):
                     self._update(layout.groups)
                     if saved is not None and (broken := _not_finite(layout)):
                         torch._foreach_copy_(layout.parameters, saved[0])
-                        Optimizer.__setstate__(self, saved[1])
+                        for group, before in zip(
+                            self.param_groups, saved[1]["param_groups"], strict=True
+                        ):
+                            group.update(before)  # the caller may hold it
+                        self.state = saved[1]["state"]
                         raise DivergedError(
                             f"{broken!r} is not finite after this step: use a smaller lr (now"
                             f" {', '.join(str(g['lr']) for g in self.param_groups)}). Parameters"

@@ -38,8 +38,11 @@ class DeclaredOptimizer(OwnNoise):
         _, *own = inspect.signature(cls.__init__).parameters.values()
         if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
             # and the arguments that it passes on as keywords
-            passed = inspect.signature(Settings).parameters.values()
-            own = [*own[:-1], *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in passed)]
+            names = {p.name for p in own}
+            for p in inspect.signature(Settings).parameters.values():
+                if p.name not in names:
+                    own.insert(-1, p.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            own.pop()
         cls.__signature__ = inspect.Signature(own)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
