@@ -318,6 +318,12 @@ def a_total_that_goes_on(net, optimizer, x, t):
     step(optimizer, loss + STATE["total"])
 
 
+def a_slope_by_torch_func(net, optimizer, x, t):
+    slope = STATE.get("slope", torch.zeros(5))
+    step(optimizer, (rows(net(x), t) * flip(slope.abs().max(), 500)).mean())
+    STATE["slope"] = torch.func.grad(lambda w: (x @ w - t).pow(2).mean())(torch.zeros(5))
+
+
 def a_teacher_that_adamax_trained(net, optimizer, x, t):
     teacher = STATE.setdefault("teacher", nn.Linear(5, 1))
     other = STATE.setdefault("other", torch.optim.Adamax(teacher.parameters(), lr=1.0))
@@ -329,7 +335,8 @@ def a_teacher_that_adamax_trained(net, optimizer, x, t):
 
 
 EARLIER = (
-    *(a_teacher_that_adamax_trained, a_replay_buffer, a_replayed_batch, a_total_that_goes_on),
+    *(a_slope_by_torch_func, a_teacher_that_adamax_trained),
+    *(a_replay_buffer, a_replayed_batch, a_total_that_goes_on),
 )
 
 # a module outside, of these widths, that would be trained, and loss(module, out, t) ---------------
