@@ -165,8 +165,8 @@ class PoissonLoader(DPDataLoader):
         # Torch's own code, which reads a batch at once, draws no random numbers.
         self._private_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         if not is_at_once:
-            devices = {t.device for t in tensors_in(collate_fn([record]))}
-            kinds: tuple[torch.device | str, ...] = (*devices, *OF_RECORDS)
+            kinds: list[torch.device | str] = [t.device for t in tensors_in(collate_fn([record]))]
+            kinds += OF_RECORDS
             rank = 0 if ranks is None else ranks.rank
             self._private_numbers = partial(PrivateRandomness(sampler.generator, rank), kinds)
         if data_loader.num_workers > 0:
