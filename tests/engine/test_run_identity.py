@@ -3,16 +3,10 @@ is there.
 """
 
 import copy
-import json
 import logging
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
-from support.examples import examples
 from support.steps import bare, fill, zeros
 
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -109,100 +103,3 @@ def test_equal_releases_of_another_run_do_not_count(tmp_path):
     assert len(restored) == 3
     with pytest.raises(ValueError):
         restored.resume(state)
-
-
-class Resuming(RuleBasedStateMachine):
-    """Accountants beside a model of them that knows every single release by a name of its own."""
-
-    accountants, states, copies = Bundle("accountants"), Bundle("states"), Bundle("copies")
-
-    def __init__(self):
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
-        self.path = self.folder / "budget.db"
-        self.released = 0
-        self.in_memory = {}  # accountant -> names of the releases that it ought to count
-        self.in_file, self.of_file = set(), []  # the same, of the ledger and of accountants on it
-        self.replaced = set()  # accountants of a file that was put back
-
-    def held(self, accountant):
-        return self.in_file if accountant.path else self.in_memory[accountant]
-
-    @rule(target=accountants, in_file=st.booleans())
-    def make(self, in_file):
-        accountant = PrivacyAccountant(path=self.path if in_file else None)
-        if in_file:
-            self.of_file.append(accountant)
-        else:
-            self.in_memory[accountant] = set()
-        return accountant
-
-    @rule(accountant=accountants, count=st.integers(1, 2))
-    def charge(self, accountant, count):
-        if accountant in self.replaced:
-            return
-        for _ in range(count):
-            accountant.compose(STEP)
-            self.released += 1
-            self.held(accountant).add(self.released)
-        accountant.close()
-
-    @rule(target=states, accountant=accountants)
-    def save(self, accountant):
-        if accountant in self.replaced:
-            accountant = PrivacyAccountant(path=accountant.path)
-        state = json.loads(json.dumps(accountant.state_dict()))
-        return state, frozenset(self.held(accountant)), accountant.path
-
-    @rule(accountant=accountants, given=states)
-    def resume(self, accountant, given):
-        if accountant in self.replaced:
-            return
-        state, names, home = given
-        held = self.held(accountant)
-        belongs = home is None or home == accountant.path
-        try:
-            accountant.resume(state)
-        except ValueError:
-            # a ledger without the charges of its own run is an older copy
-            is_honest = names <= held or (home is None and not held)
-            assert not (belongs and is_honest), "an honest run was refused"
-            return
-        assert belongs
-        if home is None and not held:
-            held |= names
-        assert names <= held, "releases of the saved run were forgotten"
-
-    @rule(target=copies)
-    def back_up(self):
-        PrivacyAccountant(path=self.path)
-        backup = Path(tempfile.mkdtemp(dir=self.folder)) / "backup.db"
-        shutil.copy(self.path, backup)
-        return backup, frozenset(self.in_file)
-
-    @rule(target=accountants, backup=copies, as_many=st.booleans())
-    def put_back(self, backup, as_many):
-        """An older copy of the file; perhaps charged until it counts as many releases as before."""
-        copied, names = backup
-        lost = len(self.in_file - names)
-        for suffix in ("-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-        shutil.copy(copied, self.path)
-        self.in_file = set(names)
-        self.replaced |= {*self.of_file}
-        accountant = self.make(in_file=True)
-        if as_many and lost:
-            self.charge(accountant, lost)
-        return accountant
-
-    @invariant()
-    def every_release_counts_once(self):
-        for accountant in {*self.in_memory, *self.of_file} - self.replaced:
-            assert len(accountant) == len(self.held(accountant))
-
-    def teardown(self):
-        shutil.rmtree(self.folder)
-
-
-Resuming.TestCase.settings = examples(30, stateful_step_count=25)
-TestResuming = Resuming.TestCase
