@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from operator import itemgetter
@@ -25,10 +25,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
-from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError, reading_state
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DivergedError,
+    StateError,
+    reading_state,
+)
 from ..release import GroupGradient, Layout, Release, require_public
-from . import priors
 from .declared import DeclaredOptimizer
+from .settings import LogPrior, fits
 
 _ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
@@ -96,17 +103,17 @@ class PrivateOptimizer(DeclaredOptimizer):
                 for part in layout.groups:
                     if (options := part.current_options()) != part.options:  # z depends on them
                         part.noise_multiplier, part.options = self._multiplier(part.group), options
-                        part.prior_stds = priors.stds(part.group, part.names, part.parameters)
+                        part.prior_stds = _prior_stds(part.group, part.names, part.parameters)
                 largest = _largest_norm(layout)
                 slopes = saved = None
                 if (log_prior := self._constants.log_prior) is not None:
-                    slopes = priors.gradients(log_prior, layout)
+                    slopes = _slopes(log_prior, layout)
                 if not self._cannot_overflow(layout, largest, slopes):
                     values = [p.detach().clone() for p in layout.parameters]
                     saved = values, self._copied_state({id(p): p for p in self._parameters()})
                 # collect the clipped sum, check that nothing changed, charge, add noise
                 if release.take(layout, self._settings, largest):
-                    priors.add(slopes, layout, self._constants.num_data)
+                    _add_prior(slopes, layout, self._constants.num_data)
                     self._update(layout.groups)
                     if saved is not None and (broken := _not_finite(layout)):
                         torch._foreach_copy_(layout.parameters, saved[0])
@@ -360,6 +367,68 @@ def _resume_charges(release: Release, saved: Mapping[str, Any], draws: Any) -> N
             f"the accountant {later} after this state was saved, and the DataLoader's generator="
             " would draw those batches again, with other noise: leave it out."
         )
+
+
+# -- the prior -------------------------------------------------------------------------------------
+
+
+def _prior_stds(
+    group: Mapping[str, Any], names: Sequence[str], parameters: Sequence[Tensor]
+) -> list[float]:
+    """σ of each parameter's Gaussian prior."""
+    result = []
+    for name, p in zip(names, parameters, strict=True):
+        stated = group["prior_std"]
+        if isinstance(stated, Mapping):
+            found = [key for key in stated if fits(key, name)]
+            stated = stated[max(found, key=len)] if found else 1.0
+        fan_in = math.sqrt(2 / p[0].numel()) if stated == "fan_in" and p.dim() > 1 else 1.0
+        result.append(fan_in if stated == "fan_in" else float(stated))
+    return result
+
+
+def _slopes(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
+    """∇r of a ``log_prior``; :func:`_add_prior` itself computes it for the Gaussian prior."""
+    with torch.enable_grad():
+        named = {
+            name: p.detach().requires_grad_()
+            for name, p in zip(layout.names, layout.parameters, strict=True)
+        }
+        value = log_prior(named)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ArgumentError(
+                "log_prior must return a scalar tensor, the log density of the parameters"
+            )
+        require_public("log_prior", [value])
+        found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    result = [
+        torch.zeros_like(p) if g is None else -g
+        for p, g in zip(layout.parameters, found, strict=True)
+    ]
+    if not all(bool(torch.isfinite(g).all()) for g in result):
+        raise ArgumentError("the gradient of log_prior is not finite at the current parameters")
+    return result
+
+
+def _add_prior(found: list[Tensor] | None, layout: Layout, num_data: int) -> None:
+    """Turn S/B into ĝ = S/B + ∇r(θ)/N, in place."""
+    start = 0
+    for part in layout.groups:
+        members = slice(start, start + len(part.parameters))
+        start = members.stop
+        if found is not None:
+            torch._foreach_add_(part.gradients, found[members], alpha=1.0 / num_data)
+        elif math.isfinite(min(part.prior_stds)):
+            weights = [1.0 / (std**2 * num_data) for std in part.prior_stds]
+            if len(set(weights)) == 1:
+                torch._foreach_add_(part.gradients, part.parameters, alpha=weights[0])
+            else:
+                for gradient, p, weight in zip(
+                    part.gradients, part.parameters, weights, strict=True
+                ):
+                    gradient.add_(p, alpha=weight)
+            if (mean := part.group["prior_mean"]) != 0.0:
+                torch._foreach_sub_(part.gradients, [weight * mean for weight in weights])
 
 
 # -- parameters stay finite ------------------------------------------------------------------------

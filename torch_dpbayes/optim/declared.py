@@ -15,8 +15,16 @@ from .. import words
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release import ClippedSum, Release, require_public
-from .priors import PriorStd, fits
-from .settings import NAMES, Options, OwnNoise, Settings, require_number, require_positive
+from .settings import (
+    NAMES,
+    Options,
+    OwnNoise,
+    PriorStd,
+    Settings,
+    fits,
+    require_number,
+    require_positive,
+)
 
 _LARGEST_LR = 1e30
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", "sampling", *NAMES))

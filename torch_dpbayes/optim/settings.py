@@ -5,10 +5,11 @@ each other.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Final, Required, TypedDict
+from typing import Any, Final, Literal, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release import Release
-from .priors import LogPrior, PriorStd
 
+LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
+OneStd = float | Literal["fan_in"]
+PriorStd = OneStd | Mapping[str, OneStd]
 _LARGEST_NOISE_MULTIPLIER = 1e30
 # of all groups; they determine the distribution of a release
 NAMES = tuple("num_data expected_batch_size max_grad_norm noise_multiplier temperature".split())
@@ -280,6 +283,11 @@ class OwnNoise(Optimizer):
             f" {self.langevin_noise_multiplier:.4g}, which is added and charged. To use the"
             f" minimum, pass {instead}."
         ]
+
+
+def fits(key: str, name: str) -> bool:
+    """Whether ``key`` names this parameter, or a module that has it."""
+    return name == key or name.startswith(f"{key}.")
 
 
 def require_flag(name: str, value: Any) -> None:
