@@ -61,12 +61,8 @@ def __getattr__(name: str) -> Any:
         room = next(found, None)
         where = f": write {__name__}.{room}.{name}" if room else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
-    home = _HOME[name]
-    value = (
-        getattr(import_module(f".{home}", __name__), name)
-        if home
-        else import_module(f".{name}", __name__)
-    )
+    module = import_module(f".{_HOME[name] or name}", __name__)
+    value = getattr(module, name) if _HOME[name] else module
     globals()[name] = value
     return value
 

@@ -214,13 +214,11 @@ class DPSGFS(PrivateOptimizer):
             priors = [temperature / std**2 / weight for std in part.prior_stds]
             if scale is None:
                 damping = _spread(part, [noise + prior for prior in priors])
-                for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
-                    gradient.div_(fisher_piece.clamp(min=floor).add_(added))
-            else:  # convert from the units of F
-                for gradient, fisher_piece, unit, prior in in_cache(
-                    part.gradient, information, scale.square(), _spread(part, priors)
-                ):
-                    gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
+            else:  # in the units of F, as the estimate
+                damping = _spread(part, priors).div_(scale.square()).add_(noise)
+                part.gradient.div_(scale.square())
+            for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
+                gradient.div_(fisher_piece.clamp(min=floor).add_(added))
             alpha = -2 * temperature * self.num_data / weight
             torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
