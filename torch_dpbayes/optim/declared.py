@@ -13,18 +13,10 @@ from torch import Tensor
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import within
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release import ClippedSum, Release, require_public
-from .settings import (
-    NAMES,
-    Options,
-    OwnNoise,
-    PriorStd,
-    Settings,
-    fits,
-    require_number,
-    require_positive,
-)
+from .settings import NAMES, Options, OwnNoise, PriorStd, Settings, fits
 
 _LARGEST_LR = 1e30
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", "sampling", *NAMES))
@@ -155,8 +147,9 @@ class DeclaredOptimizer(OwnNoise):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            require_positive("lr", group["lr"])
             self._require_group(group)
+            if group["lr"] == 0:
+                raise ArgumentError("lr must be positive: only a schedule may set it to 0")
             if self._is_made:
                 _require_used(group["prior_std"], self.param_groups)
             for p in group["params"]:
@@ -184,14 +177,9 @@ class DeclaredOptimizer(OwnNoise):
             raise ArgumentError(
                 "log_prior replaces the Gaussian prior: leave out prior_std and prior_mean"
             )
-        for name in ("prior_mean", "lr"):
-            require_number(name, group[name])
-        if not math.isfinite(group["prior_mean"]):
-            raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
-        if not 0 <= group["lr"] < _LARGEST_LR:
-            raise ArgumentError(
-                f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
-            )
+        within(group["prior_mean"], "prior_mean", math.isfinite, "be finite")
+        rule = "be at least 0, finite, and so small that no step overflows"
+        within(group["lr"], "lr", lambda lr: 0 <= lr < _LARGEST_LR, rule)
 
     def _resolved(self, lr: float | str, group: dict[str, Any]) -> float:
         """``lr`` as a number: for ``"free"`` the largest free lr of the group."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from operator import attrgetter
 from typing import Any, Final, Literal, Required, TypedDict
 
@@ -75,8 +74,9 @@ class Settings:
         object.__setattr__(self, "num_data", n)
         for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
             if (value := getattr(self, name)) is not None:
-                require_positive(name, value, or_zero=name in ("noise_multiplier", "temperature"))
-                object.__setattr__(self, name, float(value))
+                rule = "be at least 0 and finite"
+                found = events.within(value, name, lambda x: 0 <= x < math.inf, rule)
+                object.__setattr__(self, name, found)
         batch = self.expected_batch_size
         if batch > n:
             raise ArgumentError(
@@ -295,21 +295,6 @@ def require_flag(name: str, value: Any) -> None:
         raise ArgumentTypeError(f"{name} must be True or False, got {value!r}")
 
 
-def require_number(name: str, value: Any) -> None:
-    if not isinstance(value, (float, int, Tensor, Real)):
-        raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
-
-
 def require_fraction(name: str, value: Any) -> float:
     """``value`` as a number in [0, 1)."""
-    require_number(name, value)
-    if not 0 <= value < 1:
-        raise ArgumentError(f"{name} must be in [0, 1), got {value}")
-    return float(value)
-
-
-def require_positive(name: str, value: float, *, or_zero: bool = False) -> None:
-    require_number(name, value)
-    if not (0 < value < math.inf or (or_zero and value == 0)):
-        zero = "zero or " if or_zero else ""
-        raise ArgumentError(f"{name} must be {zero}positive and finite, got {value}")
+    return events.within(value, name, lambda x: 0 <= x < 1, "be in [0, 1)")
