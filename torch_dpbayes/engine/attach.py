@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from operator import methodcaller
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -141,7 +142,7 @@ def _source_for(
     else:
         device = next(module.parameters()).device
         made = ways_to_pass(module, loader.collate_fn([loader.dataset[0]]))
-        ways = map_tensors(made, lambda t: t.to(device))
+        ways = map_tensors(made, methodcaller("to", device))
     check_layers(module)
     reduction = settings.loss_reduction
     if mode == "hooks":

@@ -100,8 +100,8 @@ class DeclaredOptimizer(OwnNoise):
             _require_used(group["prior_std"], self.param_groups)
         if self._derives_bound:
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
-        has_names = all("param_names" in group for group in self.param_groups)
-        if settings.log_prior is not None and not has_names:
+        nameless = [group for group in self.param_groups if "param_names" not in group]
+        if settings.log_prior is not None and nameless:
             raise ArgumentError(
                 "log_prior needs parameter names: construct the optimizer with"
                 " model.named_parameters()"

@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accounting.events import positive_count
 from ..errors import ArgumentError
 from ..noise import check_positive
+from .settings import require_fraction
 
 
 class PolynomialDecay(LRScheduler):
@@ -110,12 +111,8 @@ class Cyclical(LRScheduler):
         total_steps = positive_count(total_steps, "total_steps")
         if positive_count(cycles, "cycles") > total_steps:
             raise ArgumentError(f"cycles must be at most total_steps = {total_steps}, got {cycles}")
-        if not 0 <= exploration < 1:
-            raise ArgumentError(
-                f"exploration must be in [0, 1), got {exploration!r}: every cycle must sample"
-            )
         self.cycle_length = -(-total_steps // cycles)
-        self.exploration = float(exploration)
+        self.exploration = require_fraction("exploration", exploration)
         super().__init__(optimizer, last_epoch)
 
     @property

@@ -243,10 +243,9 @@ class OwnNoise(Optimizer):
         For q < 1 the minibatch noise is added, so this is a lower bound on the temperature of the
         samples.
         """
-        return max(
-            float(self._group_temperature(g, self._multiplier(g))) if g["lr"] > 0 else 0.0
-            for g in self._trained_groups()
-        )
+        moving = [g for g in self._trained_groups() if g["lr"] > 0]
+        found = [float(self._group_temperature(g, self._multiplier(g))) for g in moving]
+        return max(found, default=0.0)
 
     @property
     def free_lr(self) -> float:
