@@ -117,6 +117,7 @@ class OwnNoise(Optimizer):
     _derives_bound: bool
     # whether the temperature stays the same under larger noise: friction or step size adapts
     _holds_temperature = False
+    _matches_friction = False  # whether friction adapts: then it must be at most 1
 
     # -- the sampler's own noise: what an algorithm's file may override ----------------------------
 
@@ -167,7 +168,16 @@ class OwnNoise(Optimizer):
         floor, so that nothing is released.
         """
         own, floor = self._langevin(group), self._constants.noise_multiplier
-        return max(own, floor) if group["lr"] > 0 else floor or math.inf
+        if not (lr := group["lr"]) > 0:
+            return floor or math.inf
+        used = max(own, floor)
+        if self._matches_friction and (needed := self._matching_friction(group, used)) > 1 + 1e-9:
+            raise ArgumentError(
+                f"lr = {lr} at noise multiplier {used:.4g} needs a friction of {needed:.4g} > 1."
+                f" Use lr <= {lr / needed:.4g}, less noise (a larger expected_batch_size, a smaller"
+                " max_grad_norm), or a higher temperature."
+            )
+        return used
 
     def _langevin(self, group: dict[str, Any]) -> float:
         self._require_group(group)

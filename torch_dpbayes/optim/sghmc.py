@@ -60,9 +60,9 @@ class DPSGHMC(PrivateOptimizer):
         momentum: float | Literal["matched"] = 0.9,
         **options: Unpack[Options],
     ) -> None:
-        self._is_matched = self._holds_temperature = momentum == "matched"
+        self._matches_friction = self._holds_temperature = momentum == "matched"
         if isinstance(momentum, str):
-            if not self._is_matched:
+            if not self._matches_friction:
                 raise ArgumentError(
                     f'momentum must be a number in [0, 1) or "matched", got {momentum!r}'
                 )
@@ -81,45 +81,33 @@ class DPSGHMC(PrivateOptimizer):
     @property
     def momentum(self) -> float | str:
         """The current m of the first group, or ``"matched"``."""
-        return self._momentum if self._is_matched else self._momentum_of(self.param_groups[0])
+        return self._momentum if self._matches_friction else self.param_groups[0]["momentum"]
 
     def _friction(self, group: dict[str, Any]) -> float:
-        return 1.0 if self._is_matched else 1 - self._momentum_of(group)
+        if self._matches_friction:
+            return 1.0
+        return 1 - require_fraction("momentum", group["momentum"])
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         # a matched friction needs no noise of the sampler's own
-        return 0.0 if self._is_matched else super()._group_langevin_noise_multiplier(group)
+        return 0.0 if self._matches_friction else super()._group_langevin_noise_multiplier(group)
 
-    def _momentum_of(self, group: dict[str, Any]) -> float:
-        """m of a group."""
-        return require_fraction("momentum", group["momentum"])
-
-    def _multiplier(self, group: dict[str, Any]) -> float:
-        if not self._is_matched:
-            self._momentum_of(group)
-        noise_multiplier = super()._multiplier(group)
-        if self._is_matched and group["lr"] > self._free_lr(group) * (1 + 1e-9):
-            friction = self._matching_friction(group, noise_multiplier)
-            raise ArgumentError(
-                f"lr = {group['lr']} needs a friction of {friction:.4g} > 1 to match the privacy"
-                f" noise at temperature {self.temperature}. Use lr <="
-                f" {self._free_lr(group):.4g}, or a number for momentum and a higher temperature."
-            )
-        return noise_multiplier
+    def _require_group(self, group: dict[str, Any]) -> None:
+        super()._require_group(group)
+        self._friction(group)  # raises unless the momentum is valid
 
     def _update(self, parts: list[GroupGradient]) -> None:
         for part in parts:
             lr = float(part.group["lr"])
             velocity, velocities = self._kept(part, "velocity")
-            if self._is_matched:
+            if not self._matches_friction:
+                friction = self._friction(part.group)
+            else:
+                friction = self._matching_friction(part.group, part.noise_multiplier) if lr else 0.0
                 before = part.group.get("velocity_lr", lr)
                 if lr != before and before > 0:
                     velocity.mul_(math.sqrt(lr / before))
                 part.group["velocity_lr"] = lr
-            if not self._is_matched:
-                friction = self._friction(part.group)
-            else:
-                friction = self._matching_friction(part.group, part.noise_multiplier) if lr else 0.0
             for v, gradient in in_cache(velocity, part.gradient):
                 v.mul_(1 - friction).add_(gradient, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)

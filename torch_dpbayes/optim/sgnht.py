@@ -7,7 +7,6 @@ from typing import Any, Final, Literal, Unpack
 
 import torch
 
-from ..errors import ArgumentError
 from ..noise import check_positive, in_cache
 from ..release import GroupGradient
 from .base import PrivateOptimizer
@@ -61,7 +60,7 @@ class DPSGNHT(PrivateOptimizer):
     sensitivity and event are those of :class:`DPSGLD`.
     """
 
-    _holds_temperature = _needs_temperature = True
+    _holds_temperature = _needs_temperature = _matches_friction = True
 
     def __init__(
         self,
@@ -88,20 +87,6 @@ class DPSGNHT(PrivateOptimizer):
 
     def _friction(self, group: dict[str, Any]) -> float:
         return 1 - self._momentum
-
-    def _multiplier(self, group: dict[str, Any]) -> float:
-        noise_multiplier = super()._multiplier(group)
-        if (
-            group["lr"] > 0
-            and (needed := self._matching_friction(group, noise_multiplier)) > 1 + 1e-9
-        ):
-            raise ArgumentError(
-                f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of"
-                f" {needed:.4g} > 1, where the thermostat is unstable. Use lr <="
-                f" {group['lr'] / needed:.4g}, less noise (a larger"
-                " expected_batch_size, a smaller max_grad_norm), or a higher temperature."
-            )
-        return noise_multiplier
 
     def _update(self, parts: list[GroupGradient]) -> None:
         active = [part for part in parts if part.group["lr"] > 0]
