@@ -97,14 +97,14 @@ class Layout:
     def __init__(self, groups: list[dict[str, Any]], query: ClippedSum, *, is_shared: bool) -> None:
         members = _trainable_members(groups)
         self.parameters = [p for _, _, parameters in members for p in parameters]
-        self.names = [name for _, names, _ in members for name in names]
-        self.named = list(zip(self.names, self.parameters, strict=True))
+        names = [name for _, names, _ in members for name in names]
+        self.named = list(zip(names, self.parameters, strict=True))
         types, self.device = {p.dtype for p in self.parameters}, self.parameters[0].device
         is_wide = query.expected_batch_size >= _MANY_RECORDS or torch.float64 in types
         self.dtype = torch.float64 if is_wide else torch.float32
         self.is_plain = types == {self.dtype}
         sizes = [p.numel() for p in self.parameters]
-        self.description = repr((self.names, sizes, self.dtype))
+        self.description = repr((names, sizes, self.dtype))
         whole = [sum(sizes), query.extra_size(sum(sizes), self.device), int(is_shared)]
         self.buffer = torch.zeros(sum(whole), dtype=self.dtype, device=self.device)
         self.gradient, self.extra, self.failed = self.buffer.split(whole)

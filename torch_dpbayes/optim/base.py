@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 from operator import itemgetter
@@ -103,7 +103,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                 for part in layout.groups:
                     if (options := part.current_options()) != part.options:  # z depends on them
                         part.noise_multiplier, part.options = self._multiplier(part.group), options
-                        part.prior_stds = _prior_stds(part.group, part.names, part.parameters)
+                        part.prior_stds = _prior_stds(part)
                 largest = _largest_norm(layout)
                 slopes = saved = None
                 if (log_prior := self._constants.log_prior) is not None:
@@ -372,13 +372,11 @@ def _resume_charges(release: Release, saved: Mapping[str, Any], draws: Any) -> N
 # -- the prior -------------------------------------------------------------------------------------
 
 
-def _prior_stds(
-    group: Mapping[str, Any], names: Sequence[str], parameters: Sequence[Tensor]
-) -> list[float]:
+def _prior_stds(part: GroupGradient) -> list[float]:
     """σ of each parameter's Gaussian prior."""
     result = []
-    for name, p in zip(names, parameters, strict=True):
-        stated = group["prior_std"]
+    for name, p in zip(part.names, part.parameters, strict=True):
+        stated = part.group["prior_std"]
         if isinstance(stated, Mapping):
             found = [key for key in stated if fits(key, name)]
             stated = stated[max(found, key=len)] if found else 1.0
@@ -390,10 +388,7 @@ def _prior_stds(
 def _slopes(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
     """∇r of a ``log_prior``; :func:`_add_prior` itself computes it for the Gaussian prior."""
     with torch.enable_grad():
-        named = {
-            name: p.detach().requires_grad_()
-            for name, p in zip(layout.names, layout.parameters, strict=True)
-        }
+        named = {name: p.detach().requires_grad_() for name, p in layout.named}
         value = log_prior(named)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ArgumentError(
@@ -412,13 +407,12 @@ def _slopes(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
 
 def _add_prior(found: list[Tensor] | None, layout: Layout, num_data: int) -> None:
     """Turn S/B into ĝ = S/B + ∇r(θ)/N, in place."""
-    start = 0
+    if found is not None:
+        gradients = [gradient for part in layout.groups for gradient in part.gradients]
+        torch._foreach_add_(gradients, found, alpha=1.0 / num_data)
+        return
     for part in layout.groups:
-        members = slice(start, start + len(part.parameters))
-        start = members.stop
-        if found is not None:
-            torch._foreach_add_(part.gradients, found[members], alpha=1.0 / num_data)
-        elif math.isfinite(min(part.prior_stds)):
+        if math.isfinite(min(part.prior_stds)):
             weights = [1.0 / (std**2 * num_data) for std in part.prior_stds]
             if len(set(weights)) == 1:
                 torch._foreach_add_(part.gradients, part.parameters, alpha=weights[0])
