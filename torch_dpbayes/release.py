@@ -247,8 +247,7 @@ class Release:
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
         """A copy that charges the same accountant and draws its own noise."""
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
+        new = copy(self)
         new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), Lock()
         if has_other_parameters:  # the model was copied, too, and needs its own hooks
             new.source = HooksGradientSource(is_vouched=self._assume_independent)
