@@ -358,13 +358,11 @@ class Run:
 
 def _check_factory(optimizer: Any, called_with: dict[str, Any]) -> None:
     """Raise if the factory makes no private optimizer, or if the call replaces its arguments."""
-    made = optimizer
-    while isinstance(made, partial):
-        made = made.func
+    is_partial = isinstance(optimizer, partial)  # partial of partial is one
+    made, own = (optimizer.func, optimizer.keywords) if is_partial else (optimizer, {})
     is_class = isinstance(made, type) and issubclass(made, Optimizer)
     if not callable(made) or (is_class and not issubclass(made, PrivateOptimizer)):
         raise _not_private(made.__name__ if is_class else type(made).__name__)
-    own = optimizer.keywords if isinstance(optimizer, partial) else {}
     for name, value in called_with.items():
         if own.get(name, value) != value:
             raise _differs(name, own[name], value)
