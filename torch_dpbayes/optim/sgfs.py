@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Unpack
 
 import torch
@@ -213,9 +213,10 @@ class DPSGFS(PrivateOptimizer):
             noise = self._privacy_variance(part) / weight
             priors = [temperature / std**2 / weight for std in part.prior_stds]
             if scale is None:
-                damping = _spread(part, [noise + prior for prior in priors])
+                damping = _spread([noise + p for p in priors], part.gradients, part.gradient)
             else:  # in the units of F, as the estimate
-                damping = _spread(part, priors).div_(scale.square()).add_(noise)
+                damping = _spread(priors, part.gradients, part.gradient)
+                damping.div_(scale.square()).add_(noise)
                 part.gradient.div_(scale.square())
             for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
                 gradient.div_(fisher_piece.clamp(min=floor).add_(added))
@@ -223,42 +224,34 @@ class DPSGFS(PrivateOptimizer):
             torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
     def _step_full(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
-        def over_parts(value: Callable[[GroupGradient], float]) -> Tensor:
-            return torch.cat(
-                [matrix.new_full((len(part.gradient),), value(part)) for part in parts]
-            )
-
         if (temperature := self.effective_temperature) == 0:
             return  # every lr is 0
         matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
-        still = over_parts(lambda part: part.group["lr"] == 0)
-        noise = over_parts(self._privacy_variance)
+        flats = [part.gradient for part in parts]
+        still = _spread([part.group["lr"] == 0 for part in parts], flats, matrix)
+        noise = _spread([*map(self._privacy_variance, parts)], flats, matrix)
         # groups with lr = 0 get almost infinite noise
         noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())
         matrix.diagonal().add_(noise)
         # convert from the units of F
         if (scale := self._query.scale) is not None:
             matrix = matrix * scale.double().outer(scale.double())
-        prior = [
-            _spread(part, [temperature / std**2 for std in part.prior_stds], matrix.dtype)
-            for part in parts
-        ]
-        matrix.diagonal().add_(torch.cat(prior))
-        gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
+        priors = [temperature / std**2 for part in parts for std in part.prior_stds]
+        pieces = [gradient for part in parts for gradient in part.gradients]
+        matrix.diagonal().add_(_spread(priors, pieces, matrix))
+        gradient = torch.cat(flats).to(torch.float64)
         step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0]
-        pieces = (step * (1 - still)).split([len(part.gradient) for part in parts])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.gradient.copy_(piece)
+        moves = (step * (1 - still)).split([*map(len, flats)])
+        for part, move in zip(parts, moves, strict=True):
+            part.gradient.copy_(move)
             alpha = -2 * temperature * self.num_data
             torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
 
-def _spread(
-    part: GroupGradient, values: Sequence[float], dtype: torch.dtype | None = None
-) -> Tensor:
-    """One value per parameter, repeated for all its elements."""
-    pieces = zip(values, part.gradients, strict=True)
-    return torch.cat([p.new_full((p.numel(),), value, dtype=dtype) for value, p in pieces])
+def _spread(values: Sequence[float], pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """One value per piece, repeated for all its numbers."""
+    pairs = zip(values, pieces, strict=True)
+    return torch.cat([like.new_full((piece.numel(),), value) for value, piece in pairs])
 
 
 def _at_least(fisher: Tensor, floor: float) -> Tensor:
