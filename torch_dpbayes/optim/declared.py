@@ -87,7 +87,7 @@ class DeclaredOptimizer(OwnNoise):
             self._make_query(self.max_grad_norm, settings.expected_batch_size),
             num_data=settings.num_data,
             sampling=settings.sampling,
-            accountant=settings.accountant or PrivacyAccountant(),
+            accountant=PrivacyAccountant() if settings.accountant is None else settings.accountant,
             generator=settings.generator,
             label=type(self).__name__,
             assume_independent=settings.assume_independent_records,
