@@ -153,14 +153,13 @@ class _PlannedAccountant(PrivacyAccountant):
 
     def __init__(self, planned: Schedule, neighboring: Neighboring, unit: Unit) -> None:
         super().__init__(neighboring=neighboring, unit=unit)
-        self._left: dict[Pair, int] = {}
-        for event, count in planned:
-            self._left = added(self._left, self._pairs(event, count))
+        self._left = self._pairs(planned)
 
-    def _pairs(self, event: DpEvent, count: int) -> dict[Pair, int]:
+    def _pairs(self, releases: Schedule) -> dict[Pair, int]:
         found: dict[Pair, int] = {}
-        for part, times in elementary(event, positive_count(count)):
-            found = added(found, {dominating_pair(part, self.neighboring): times})
+        for event, count in releases:
+            for part, times in elementary(event, positive_count(count)):
+                found = added(found, {dominating_pair(part, self.neighboring): times})
         return found
 
     def compose(
@@ -168,7 +167,7 @@ class _PlannedAccountant(PrivacyAccountant):
     ) -> PrivacyAccountant:
         """Records a release, or raises before anything is recorded."""
         left = dict(self._left)
-        if uncovered(left, self._pairs(event, count)):
+        if uncovered(left, self._pairs([(event, count)])):
             raise PrivacyBudgetExceeded(
                 "a run of best_of_runs may release at most schedule=, which does not include"
                 f" {count} x {in_words(event)}. Nothing was recorded; release nothing."
@@ -179,7 +178,7 @@ class _PlannedAccountant(PrivacyAccountant):
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times the rest of the schedule covers ``event``."""
-        need, left, times = self._pairs(event, 1), dict(self._left), 0
+        need, left, times = self._pairs([(event, 1)]), dict(self._left), 0
         while need and not uncovered(left, need):
             times += 1
         return times if need else math.inf
