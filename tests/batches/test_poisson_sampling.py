@@ -101,6 +101,7 @@ def test_every_set_of_records_has_its_probability_in_draws_in_a_row(
     kind, num_data, rate, bits, monkeypatch
 ):
     if kind is DenseSubset:
+        monkeypatch.setattr(poisson_sampling, "_CHUNK", 3)
         with_cells(2**bits, monkeypatch)
     elif bits < 63:
         with_words_of(bits, monkeypatch)

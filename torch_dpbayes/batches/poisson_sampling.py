@@ -41,6 +41,7 @@ MAX_RECORDS = 2**53  # larger whole numbers are not exact in float64
 _WORD_BITS = 63
 _CELLS = 2**24  # cells of the unit interval: the values of torch.rand in float32
 _PLACES = 2**53  # places in a cell
+_CHUNK = 2**18  # a dense subset draws so many records at once: 1 MiB of float32
 
 
 def _words(count: int, generator: torch.Generator) -> NDArray[np.int64]:
@@ -178,9 +179,14 @@ class DenseSubset:
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """A batch, in rising order."""
-        cells = torch.rand(self._num_data, dtype=torch.float32, generator=generator, device="cpu")
-        joining = (cells <= self.cell).nonzero().reshape(-1)
-        is_divided = cells[joining] == self.cell
+        found, divided = [], []
+        for start in range(0, max(1, self._num_data), _CHUNK):
+            size = min(_CHUNK, self._num_data - start)
+            cells = torch.rand(size, dtype=torch.float32, generator=generator, device="cpu")
+            here = (cells <= self.cell).nonzero().reshape(-1)
+            found.append(here + start)
+            divided.append(cells[here] == self.cell)
+        joining, is_divided = torch.cat(found), torch.cat(divided)
         if is_divided.any():
             places = torch.randint(_PLACES, (len(joining),), generator=generator, device="cpu")
             joining = joining[~is_divided | (places < self.place)]
