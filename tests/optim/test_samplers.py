@@ -214,9 +214,10 @@ def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
 
 @pytest.mark.parametrize("make", [DPSGLD, partial(DPSGHMC, momentum=0.5), DPSGNHT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
+@pytest.mark.parametrize("prior_std", [1e-4, 1e-20])  # the first step, which adds options, too
+def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype, prior_std):
     """A prior far too narrow for the lr: the iterates grow without bound until the dtype ends."""
-    optimizer, parameters = built(make, lr=1e-2, prior_std=1e-4, dtype=dtype)
+    optimizer, parameters = built(make, lr=1e-2, prior_std=prior_std, dtype=dtype)
     group = optimizer.param_groups[0]
     with pytest.raises(FloatingPointError):
         for _ in range(300):

@@ -120,7 +120,8 @@ class PrivateOptimizer(DeclaredOptimizer):
                         for group, before in zip(
                             self.param_groups, saved[1]["param_groups"], strict=True
                         ):
-                            group.update(before)  # the caller may hold it
+                            group.clear()  # not a new one: the caller may hold it
+                            group.update(before)
                         self.state = saved[1]["state"]
                         raise DivergedError(
                             f"{broken!r} is not finite after this step: use a smaller lr (now"
