@@ -242,12 +242,14 @@ class PrivacyAccountant:
     def risk(
         self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
     ) -> risk.Risk:
-        """Upper bounds on what an attacker can learn about one user; ``print`` the result.
+        """Upper bounds on what an attacker can learn about one record, or one user if
+        ``unit="user"``; ``print`` the result.
 
         Args:
-            prior: the attacker's probability, before any release, that the user is in the data.
-            false_positive_rate: the probability that the attack accuses a user who is not in the
-                data.
+            prior: the attacker's probability, before any release, that the record (or user) is
+                in the data.
+            false_positive_rate: the probability that the attack accuses a record (or user) that
+                is not in the data.
             delta: δ of ``epsilon`` and ``gdp_mu``. Defaults to that of the budget, else 1e-5.
         """
         at = report.delta_of(self) if delta is None else events.check_delta(delta)
@@ -271,8 +273,9 @@ class PrivacyAccountant:
         """An epsilon that is valid at all times, even if noise multipliers, rates and the stopping
         time depend on earlier outputs. It needs no budget and no ``adaptive=True``.
 
-        If E is the odometer when the releases end, P(S) <= E_Q[exp(E) 1_S] + delta for all S,
-        for any reason to stop. It is infinite if a release may fail (``FailureDpEvent``).
+        Let P and Q be the laws of the outputs on neighbouring data sets, and E the odometer when
+        the releases end. Then P(S) <= E_Q[exp(E) 1_S] + delta for all S, for any reason
+        to stop. It is infinite if a release may fail (``FailureDpEvent``).
 
         Args:
             delta: must be fixed before the first release, not chosen from outputs. Defaults to that

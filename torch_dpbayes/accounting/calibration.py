@@ -169,7 +169,8 @@ def total_multiplier(
             raise
         raise ArgumentError(
             f"nothing is left for this run: epsilon = {held:.5g} of {epsilon:g} is already"
-            " spent. Pass a share epsilon= to each run, or use a new accountant."
+            " spent. epsilon= is the total after this run: pass a larger one, or use a new"
+            " accountant."
         ) from error
     return found * (1 + _ROUNDING)
 

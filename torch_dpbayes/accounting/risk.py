@@ -247,10 +247,10 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
 
 @dataclass(frozen=True)
 class Risk:
-    """Upper bounds on what an attacker learns about one user; ``print`` it.
+    """Upper bounds on what an attacker learns about one record, or one user; ``print`` it.
 
-    An attack accuses "with" (the user is in the data) or "without" (the user is not; under
-    replace-one the data contain another record instead). Every number holds for both.
+    An attack accuses "with" (the record is in the data) or "without" (it is not; under replace-one
+    the data contain another record instead). Every number holds for both.
 
     Attributes:
         advantage: the largest difference of true- and false-positive rate: delta at epsilon = 0.

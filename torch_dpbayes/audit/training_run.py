@@ -146,7 +146,8 @@ def one_run(
     Args:
         train: ``train(dataset, engine)``, your training. It calls ``engine.make_private`` or
             ``engine.make_private_with_epsilon`` with a loader of ``dataset``, takes its steps, and
-            returns the model. Several trainings are audited together.
+            returns the model. If ``train`` makes several runs, they are audited
+            together.
         dataset: the records, a map-style data set.
         num_canaries: m, for example thousands.
         canaries: None (white-box): a canary is a gradient of norm C, in a new direction in each

@@ -186,8 +186,8 @@ class PrivacyEngine:
                 optimizer, which keeps its values.
             data_loader: a loader of a map-style data set with a fixed batch size. Its order is not
                 used. A ``collate_fn`` of your own is called for each record alone.
-            max_grad_norm: clip norm C of one record's gradient. None: the largest C at which the
-                sampler itself needs ``noise_multiplier``, at the optimizer's lr and temperature;
+            max_grad_norm: clip norm C of one record's gradient. None: the C at which the
+                sampler's own noise is ``noise_multiplier``, at the optimizer's lr and temperature;
                 :meth:`plan` shows it. It is computed from public numbers and changes no charge.
             noise_multiplier: the least noise std on the clipped sum, in units of C. If the
                 sampler's own noise is larger, that noise is added and charged, and a warning says

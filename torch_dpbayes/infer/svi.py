@@ -75,10 +75,10 @@ class DPSVI:
         - \nabla_\phi H[q_\phi]
 
     The noise has only the d dimensions of θ, whereas φ has at least 2d ("aligned" gradients). θ is
-    in unconstrained space. The entropy H and the prior are exact. The guide has an average of the
-    iterates, where iterate t has a weight of about t³. It is narrower than the posterior given the
-    releases, because it ignores the privacy noise. For intervals that include the noise use
-    :func:`~torch_dpbayes.noise_aware.posterior`.
+    in unconstrained space. The entropy H and the prior are exact. The guide's parameters are an
+    average of the iterates; iterate t has a weight of about t³. The guide is narrower than the
+    posterior given the releases, because it ignores the privacy noise. For intervals that
+    include the noise use :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
     Prediger, Honkela and Kaski (2023) for aligned gradients.
@@ -92,9 +92,9 @@ class DPSVI:
         optim: one of Pyro's optimizers, with a dict of arguments. It is tested on synthetic
             gradients before the first charge.
         loss: one of Pyro's ELBOs, with one particle. Here all ELBOs have the same gradient.
-        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Near the
-            true parameters, choose it so that fewer than 1 % of the gradients are longer. No
-            release shows how many are.
+        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Choose
+            it so that, near the true parameters, fewer than 1 % of the gradients are longer. No
+            release shows their number.
         noise_multiplier: z, noise std / C. 0: not private.
         expected_batch_size: B, a public constant; the sampling rate is q = B/N.
         num_data: N, a public constant. None: the number of records, if it is public (replace-one).

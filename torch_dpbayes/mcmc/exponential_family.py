@@ -35,10 +35,11 @@ class ExponentialFamilyPenalty(PrivateKernel):
         \sigma = z\,C\,\|\Delta\eta\|, \quad \Delta\eta = \eta(\theta') - \eta(\theta), \quad
         \Delta A = A(\theta') - A(\theta)
 
-    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This equals fresh noise
-    N(0, (zC)²I) on the sum of the sufficient statistics. Only its component along Δη matters, so
-    only this is drawn. If no s(x_i) is clipped, the stationary distribution is exactly the
-    posterior. Once the sum is known, an iteration takes as long for ten records as for ten million.
+    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This is equivalent
+    to fresh noise N(0, (zC)²I) on the sum of the sufficient statistics. Only the component of this
+    noise along Δη matters, so only this component is drawn. If no s(x_i) is clipped, the stationary
+    distribution is exactly the posterior. Once the sum is known, an iteration takes as long for ten
+    records as for ten million.
 
     If n is private, too, the noise must also hide n: a record then moves Δη·Σs − nΔA by at most
     C‖Δη‖ + abs(ΔA), and σ = z·(C‖Δη‖ + abs(ΔA)).

@@ -394,8 +394,8 @@ class PrivateKernel(MCMCKernel):
     def diagnostics(self) -> dict[str, Any]:
         """Diagnostics of the running chain, else of the last run of :class:`MCMC` or the last chain
         of Pyro's MCMC. They are the rate of noisy acceptances after warm-up (of the last chain; NaN
-        for parallel chains), the numbers of draws after divergent moves, the noisy log-likelihood
-        ratios of all iterations, split R-hat and effective sample size.
+        for parallel chains), the positions of draws after divergent moves, the noisy
+        log-likelihood ratios of all iterations, split R-hat and effective sample size.
         """
         after_warmup = self._log_ratios[self._warmup_steps :]
         return {

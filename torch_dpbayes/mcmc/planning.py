@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """The largest expected sum of the squared moves of all iterations, in unconstrained space:
+        """The largest expected sum of the squared lengths of all moves, in unconstrained space:
         1.33·k/v, or 1.30·k/v with DP-HMC's default jitter. For chains to mix, it must be well above
         10 times the sum of the posterior's variances. With J equal owners it is J times too large,
         because the noise of all owners counts.

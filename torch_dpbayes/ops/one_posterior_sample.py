@@ -46,8 +46,9 @@ class OnePosteriorSample:
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that gets its data as arguments. For draws of
-            one shape it is read once: if constants that it uses change, make a new object.
+            model with one data plate named "data" that gets its data as arguments. A Pyro
+            model is read once for each shape of the data: if its constants change, make a new
+            object.
         certificate: bounds a record's influence, and makes the draw. The default, 10,000 steps of
             Langevin dynamics, is for a GLM.
         epsilon: target ε of all charges on the accountant after one draw. None: no tempering.
@@ -63,7 +64,7 @@ class OnePosteriorSample:
             this model.
 
     **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one
-    draw; n draws cost n times that. Nothing else about the chain is released: no path, no
+    draw; each draw is one such charge. Nothing else about the chain is released: no path, no
     acceptance rate, no diagnostic, no exception or log line that depends on a record's value.
     """
 
@@ -208,7 +209,7 @@ class OnePosteriorSample:
         with _charging:  # without it, two simultaneous draws could both be refused
             if self._passes_target(event):
                 raise PrivacyBudgetExceeded(
-                    f"n draws cost n releases, and another draw would exceed {target}"
+                    f"each draw is a release, and another draw would exceed {target}"
                 )
             self._accountant.compose(event, label=label)
             # other threads and processes may charge the same accountant in between

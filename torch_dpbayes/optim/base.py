@@ -79,10 +79,9 @@ class PrivateOptimizer(DeclaredOptimizer):
             RuntimeError: a parameter has no per-record gradients; the batch is not a fresh,
                 complete draw of the private loader; a buffer or a frozen parameter changed since
                 the loader's first batch; or the model is not the one that was checked.
-            DivergedError: a parameter is not finite.
+            DivergedError: a parameter is not finite, and nothing was charged; or it would not be
+                finite after the step, so parameters and state are unchanged and the charge stays.
             ArgumentError: an option is not finite.
-            FloatingPointError: a parameter would not be finite; parameters and state are unchanged,
-                the charge stays.
         """
         release, loss = self.release, None
         # if one rank raises an error, all ranks do

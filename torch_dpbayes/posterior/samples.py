@@ -52,8 +52,8 @@ class PosteriorSamples(Predictions):
     =============  ===============================  ==================  ==========================
 
     Every ``thin``-th call of :meth:`collect` keeps a sample. The first ``burn_in`` calls are
-    discarded; without ``burn_in`` it is the first half of all calls so far. When ``max_samples``
-    are full, every second one is dropped and ``thin`` doubles: samples stay evenly spaced.
+    discarded; without ``burn_in``, the first half of all calls so far. When ``max_samples`` samples
+    are kept, every second one is dropped and ``thin`` doubles: samples stay evenly spaced.
 
     Args:
         likelihood: "categorical", "bernoulli" or "normal". None: outputs of three columns or more
@@ -187,9 +187,9 @@ class PosteriorSamples(Predictions):
         Class probabilities become :math:`p_T(y\mid x) \propto p(y\mid x)^{1/T}`, so the most
         probable class stays the same. For normal targets T multiplies each sample's noise variance.
         T is the posterior mean given five noisy sums of bounded scores
-        (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12, or for variances 1/148
-        and 148. ``predict``, ``log_likelihood`` and ``predictive_entropy`` use it, and for normal
-        targets also quantiles and ``mutual_information``; other methods ignore it.
+        (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12 (for variances
+        between 1/148 and 148). ``predict``, ``log_likelihood`` and ``predictive_entropy`` use it, and
+        for normal targets also quantiles and ``mutual_information``; other methods ignore it.
 
         T is too small if the network has memorised the records of ``loader``; other records avoid
         this. A warning says if the noise is too large: the posterior standard deviation of log T is

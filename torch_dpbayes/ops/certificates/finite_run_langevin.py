@@ -37,7 +37,7 @@ class FiniteRunLangevin(Asserted):
 
     Args:
         steps: t. More steps come closer to the posterior and cost more, up to μ ≈ Δ/√λ.
-        step_size: h, at most 2/M, not chosen by the data. None: 1/M. The draw's variance exceeds
+        step_size: h, at most 2/M, chosen without the data. None: 1/M. The draw's variance exceeds
             the target's by a factor of up to 1/(1 − hM/2).
         max_grad_norm: clip norm of one record's gradient of a GLM, before tempering.
         lipschitz: L, asserted: the largest norm of a record's gradient, which is clipped to it.

@@ -31,7 +31,8 @@ class RenyiClose(CloseDraw):
 
     for the distribution Q of the draw and the target P, on every possible data set. Both directions
     are needed: with only the first, Q may have no mass where P has some, and this would reveal the
-    data. The order is finite: no chain has a density within a factor of its target's on all of ℝ.
+    data. The order is finite: on ℝ no chain's density stays within a constant factor of
+    its target's.
 
     Source: Ganesh and Talwar (2020), "Faster differentially private samplers via Rényi divergence
     analysis of discretized Langevin MCMC". Their bounds for the two chains have unknown constants,
