@@ -135,7 +135,7 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
     if stated is None:
         raise ArgumentError(
             "this accountant's neighbours add or remove a record, so the number of records is"
-            " private: pass a public number near it as num_data=, or use"
+            " private: pass a public estimate as num_data=, or use"
             " PrivacyAccountant(neighboring='replace_one')."
         )
     return stated
