@@ -188,8 +188,8 @@ class PosteriorSamples(Predictions):
         probable class stays the same. For normal targets T multiplies each sample's noise variance.
         T is the posterior mean given five noisy sums of bounded scores
         (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12 (for variances
-        between 1/148 and 148). ``predict``, ``log_likelihood`` and ``predictive_entropy`` use it, for
-        normal targets also quantiles and ``mutual_information``; other methods ignore it.
+        between 1/148 and 148). ``predict``, ``log_likelihood`` and ``predictive_entropy`` use it,
+        for normal targets also quantiles and ``mutual_information``; other methods ignore it.
 
         T is too small if the network has memorised the records of ``loader``; other records avoid
         this. A warning says if the noise is too large: the posterior standard deviation of log T is
