@@ -20,7 +20,7 @@ from .pyro_runs import UnfitModel
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
 # under vmap torch's own rule for this operation warns
-_PARTS = get_decompositions([_aten.log_sigmoid_backward])
+_PARTS: Any = get_decompositions([_aten.log_sigmoid_backward])
 _VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
 
 
