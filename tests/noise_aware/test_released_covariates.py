@@ -116,51 +116,63 @@ def test_constant_columns_are_set_and_do_not_count():
 # -- the release's own noise -----------------------------------------------------------------------
 
 
+@pytest.mark.chance(4e-3)  # at most: six bounds of 3.5 standard errors
 def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
-    """Two columns: moments of entries against sums over a grid of log G and of its spread s; the
-    level m is integrated out. Draws that are one trajectory apart are worth a fifth and more.
+    """Two columns, of which noise hides one: moments of entries against sums over a grid of log
+    eigenvalues, of their angle and of the spread s; the level m is integrated out.
     """
     monkeypatch.setitem(gram_draws.__globals__, "_APART", 1)
-    released, noise = torch.tensor([[1.0, 0.25], [0.25, 0.5]]), 0.1
-    axis = torch.linspace(-2.2, 0.6, 36)
-    logs = torch.cartesian_prod(axis, torch.linspace(-0.6, 1.2, 24), axis)
-    matrices = torch.linalg.matrix_exp(logs[:, [0, 1, 1, 2]].reshape(-1, 2, 2))
-    # ‖L − mI‖² = (l₁₁ − l₂₂)²/2 + 2 l₁₂² + 2 (mean − m)²; D = 3
-    apart = (logs[:, 0] - logs[:, 2]).square() / 2 + 2 * logs[:, 1].square()
-    spread = torch.logspace(-2.5, 1.0, 80)
-    of_spread = -2 * spread.log() - 2 * spread.square() / (4 * math.log(10.0) ** 2) + spread.log()
-    prior = (of_spread - apart[:, None] / (2 * spread.square())).logsumexp(1)
-    misfit = (matrices - released).square().sum((1, 2))
-    weights = (prior - misfit / (2 * noise**2)).softmax(0)
-    found = gram_draws(released, noise, 700)
-    for i, j in ((0, 0), (0, 1), (1, 1)):
-        entries = matrices[:, i, j]
-        mean = float(weights @ entries)
-        std = math.sqrt(float(weights @ (entries - mean).square()))
-        own = found[:, i, j]
-        # worth 140 draws: 5 standard errors of a mean are .42, of a deviation .30 of it
-        assert float(own.mean()) == pytest.approx(mean, abs=0.42 * std)
+    released, noise = (1.0, 0.2, 0.3), 0.3
+    axes = torch.linspace(-14.0, 0.8, 80), torch.linspace(-18.0, 0.8, 80)
+    large, small, angle = torch.cartesian_prod(*axes, torch.arange(12) * math.pi / 12).T
+    large, small, angle = (t[large > small] for t in (large, small, angle))
+    gap, level, wide = large - small, (large + small) / 2, 4 * math.log(10.0) ** 2
+    scale = torch.logspace(-2.5, 1.0, 60)
+    of_level = scale.square() / 2 + wide
+    # ‖L − mI‖² = gap²/2 + 2 (level − m)²; D = 3; dL = gap d(eigenvalues) d(angle)
+    prior = -scale.log() - 2 * scale.square() / wide - of_level.log() / 2
+    prior = prior - gap[:, None].square() / (4 * scale.square())
+    prior = prior - (level[:, None] + math.log(2)).square() / (2 * of_level)
+    x, y = large.exp(), small.exp()
+    cos, sin = angle.cos(), angle.sin()
+    entries = x * cos**2 + y * sin**2, (x - y) * cos * sin, x * sin**2 + y * cos**2
+    misfit = sum(k * (e - r).square() for k, e, r in zip((1, 2, 1), entries, released))
+    weights = (gap.log() + prior.logsumexp(1) - misfit / (2 * noise**2)).softmax(0)
+    matrix = torch.tensor([released[:2], released[1:]])
+    for own, exact in zip(gram_draws(matrix, noise, 700).flatten(1).T[[0, 1, 3]], entries):
+        mean = float(weights @ exact)
+        std = math.sqrt(float(weights @ (exact - mean).square()))
+        # draws one trajectory apart are worth a fifth and more
+        assert float(own.mean()) == pytest.approx(mean, abs=0.30 * std)
         assert float(own.std()) == pytest.approx(std, rel=0.30)
 
 
+def test_a_gram_matrix_moves_with_its_level(monkeypatch):
+    settings = torch.tensor(-2.0), torch.tensor(1e-2)
+    monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)
+    found = gram_draws(torch.eye(2), 100.0, 3).diagonal(dim1=1, dim2=2)
+    assert bool((found.log() + 2).abs().max() < 0.7)  # seven deviations
+
+
 def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
-    """p(s) of 2,000 draws against sums over a grid; the level is N(tr L/d, s²/d)."""
-    size, numbers = 3, 6
-    matrix = torch.diag(torch.tensor([0.3, -0.5, 1.0]))
+    """2,000 draws against sums over a grid of s and m."""
+    size, numbers, wide = 3, 6, 4 * math.log(10.0) ** 2
+    matrix = torch.diag(torch.tensor([0.3, -9.5, 4.0]))
     draws = [_hyperparameters(matrix) for _ in range(2000)]
     level, square = torch.stack([torch.stack(draw) for draw in draws]).T
-    trace = matrix.trace() / size
-    total = (matrix - trace * torch.eye(size)).square().sum()
-    s = torch.logspace(-3, 3, 5000)
-    log_p = (1 - numbers) * s.log() - total / (2 * s**2) - size * s**2 / (4 * math.log(10.0) ** 2)
-    weights = (log_p + s.log()).softmax(0)  # of log s
-    mean = float(weights @ s.log())
-    std = math.sqrt(float(weights @ (s.log() - mean).square()))
-    found = square.log() / 2
-    assert float(found.mean()) == pytest.approx(mean, abs=5 * std / math.sqrt(2000))
-    assert float(found.std()) == pytest.approx(std, rel=0.15)
-    white = (level - trace) / (square / size).sqrt()
-    assert float(white.std()) == pytest.approx(1.0, rel=0.1)
+    log_s, m = torch.cartesian_prod(torch.linspace(-2, 4, 400), torch.linspace(-30, 30, 500)).T
+    total = (matrix.diagonal() - m[:, None]).square().sum(1)
+    log_p = -numbers * log_s - total / (2 * (2 * log_s).exp()) - size * (2 * log_s).exp() / wide
+    weights = (log_p + log_s - (m + math.log(size)).square() / (2 * wide)).softmax(0)
+    for own, exact in ((square.log() / 2, log_s), (level, m)):
+        mean = float(weights @ exact)
+        std = math.sqrt(float(weights @ (exact - mean).square()))
+        assert float(own.mean()) == pytest.approx(mean, abs=5 * std / math.sqrt(2000))
+        assert float(own.std()) == pytest.approx(std, rel=0.15)
+    together = float(weights @ (log_s * m)) - float(weights @ log_s) * float(weights @ m)
+    assert float(torch.cov(torch.stack([square.log() / 2, level]))[0, 1]) == pytest.approx(
+        together, abs=5 * 1.5 * float(level.std()) * float(square.log().std()) / 2 / math.sqrt(2000)
+    )
 
 
 def test_laws_differ_as_the_noise_of_their_release():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vmap
@@ -18,6 +19,8 @@ from .pyro_runs import UnfitModel
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
+# under vmap torch's own rule for this operation warns
+_PARTS: Any = get_decompositions([_aten.log_sigmoid_backward])
 _VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
 
 
@@ -35,7 +38,7 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
         torch.ones(1, requires_grad=True).sum().backward()
     # one fake mode for the shapes of all values: torch would create one for each value
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-        graph: GraphModule = make_fx(functionalize(function))(*inputs)
+        graph: GraphModule = make_fx(functionalize(function), _PARTS)(*inputs)
     varying: set[Any] = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):

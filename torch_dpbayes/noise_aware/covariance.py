@@ -8,13 +8,15 @@ an unknown level m and spread s, D = d(d+1)/2:
 
 .. math::
     -\log p(L, m, s \mid Y) = \frac{\|Y - e^L\|_F^2}{2v^2} + \frac{\|L - mI\|_F^2}{2s^2}
-    + D \log s + \frac{d s^2}{4\tau_0^2} + \text{const}
+    + D \log s + \frac{d s^2}{4\tau_0^2} + \frac{(m + \log d)^2}{8\tau_0^2} + \text{const}
 
 s = 0 means equal eigenvalues. The eigenvalues above the noise determine s, and s determines how
 small the eigenvalues below the noise may be. A point estimate, or Y minus a draw of the noise,
 would have eigenvalues of the noise's size in hidden directions: information that records do not
 have. The log-eigenvalues have about a semicircle law with standard deviation s√(d/2). The prior of
-this standard deviation is half normal with the scale τ₀ = log 10, a decade.
+this standard deviation is half normal with the scale τ₀ = log 10, a decade. The level of rows of
+norm 1, the largest norm, is −log d if all eigenvalues are equal; usual norms may be a decade below.
+With a flat prior of m the posterior would be improper: Y = E, without any record, has a density.
 
 Near the eigenvectors U of Y the derivative of L ↦ e^L is diagonal, :math:`f_{ij} = (e^{l_i} -
 e^{l_j})/(l_i - l_j)` (Daleckii and Krein). So entries of UᵀLU have about the variances
@@ -324,19 +326,22 @@ def _derivative(logs: Tensor) -> Tensor:
 
 
 def _hyperparameters(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A draw of m and s² given L. m has a flat prior; s is drawn on a grid around its mode."""
+    """A draw of m and s² given L; s is drawn on a grid around its mode without priors."""
     size = len(matrix)
     free = size * (size + 1) / 2
-    trace = matrix.trace() / size
+    trace, wide = matrix.trace() / size, 4 * _DECADE**2
     apart = matrix - trace * torch.eye(size, dtype=torch.float64)
     total = apart.square().sum()  # m is integrated out, which leaves D − 1
     middle = (total / free).clamp_min(1e-300)
     grid = torch.linspace(-6.0, 6.0, _GRID, dtype=torch.float64) / math.sqrt(free) + 0.5 * math.log(
         middle
     )
-    squares = (2 * grid).exp()
+    squares, missed = (2 * grid).exp(), trace + math.log(size)
+    spread = squares / size + wide  # the variance of the trace
     # ds = s d log s
-    density = -total / (2 * squares) - (free - 2) * grid - size * squares / (4 * _DECADE**2)
+    density = -total / (2 * squares) - (free - 2) * grid - size * squares / wide
+    density = density - spread.log() / 2 - missed.square() / (2 * spread)
     square = squares[torch.multinomial(density.softmax(0), 1)[0]]
-    level = trace + (square / size).sqrt() * torch.randn((), dtype=torch.float64)
-    return level, square
+    share = 1 / (1 + size * wide / square)  # of the prior in the level
+    error = (share * wide).sqrt() * torch.randn((), dtype=torch.float64)
+    return trace - share * missed + error, square
