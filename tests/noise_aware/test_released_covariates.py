@@ -147,6 +147,23 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
         assert float(own.std()) == pytest.approx(std, rel=0.30)
 
 
+@pytest.mark.chance(4e-3)
+def test_draws_for_a_single_column_are_those_of_its_posterior(monkeypatch):
+    """log G has a normal prior given s, which has a half normal one."""
+    monkeypatch.setitem(gram_draws.__globals__, "_APART", 1)
+    released, noise, wide, least = 0.2, 0.3, 4 * math.log(10.0) ** 2, math.log(1e-2)
+    s, log = torch.linspace(0.01, 12.0, 400), torch.linspace(-40.0, 1.0, 2000)
+    prior = -s.square() / wide - log[:, None].square() / (2 * (s.square() + wide))
+    prior = (prior - (s.square() + wide).log() / 2).logsumexp(1)
+    weights = (prior - (log.exp() - released).square() / (2 * noise**2)).softmax(0)
+    found = gram_draws(torch.tensor([[released]]), noise, 1000).flatten()
+    for own, exact in ((found, log.exp()), (found.log().clamp_min(least), log.clamp_min(least))):
+        mean = float(weights @ exact)
+        std = math.sqrt(float(weights @ (exact - mean).square()))
+        assert float(own.mean()) == pytest.approx(mean, abs=0.30 * std)
+        assert float(own.std()) == pytest.approx(std, rel=0.30)
+
+
 def test_a_gram_matrix_moves_with_its_level(monkeypatch):
     settings = torch.tensor(-2.0), torch.tensor(1e-2)
     monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)

@@ -210,13 +210,22 @@ def test_away_from_the_centre_moments_are_reweighted_or_simulated_anew(name):
     torch.testing.assert_close(found - found[0], wanted - wanted[0], rtol=0, atol=room)
 
 
+def test_a_release_whose_mean_depends_on_the_law_has_little_weight():
+    releases = [release_at(0.0, 4.0, 300.0, 30.0), release_at(0.5, 4.0, 100.0, 30.0)]
+    (alone, _), (both, fit) = likelihood_of(releases[1:]), likelihood_of(releases)
+    laws = LawDifferences(torch.tensor([[10.0, 0.0], [0.0, 0.0]]), torch.zeros(2, 2, 1))
+    made = SyntheticLikelihood(simulator_of(), releases, fit, laws, few=4000, most_batches=1)
+    assert both.precisions.item() > 1.5 * alone.precisions.item()
+    assert made.precisions.item() == pytest.approx(alone.precisions.item(), rel=0.05)
+
+
 def test_a_law_of_the_covariates_moves_the_mean_and_its_slope():
     """Of a mixture over two laws: that of the likelihoods with means moved by them, by hand."""
     release = release_at(0.0, 4.0, 300.0, 30.0)
     alone, fit = likelihood_of([release])
     shifts = torch.tensor([[0.01], [-0.02]])
     tilts = torch.tensor([[[0.02]], [[-0.03]]])
-    laws = LawDifferences(shifts, tilts)
+    laws = LawDifferences(shifts.repeat(2, 1), tilts.repeat(2, 1, 1))  # first half: for weights
     made = SyntheticLikelihood(simulator_of(), [release], fit, laws, few=4000, most_batches=1)
     found = fit.moments
     std = float(fit.covariance) ** 0.5

@@ -217,7 +217,8 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
         value = misfit.square().sum() / (2 * noise) + apart.square().sum() / (2 * square)
         return value[None], slope / noise + apart / square
 
-    result, step, place = [], 1.0, torch.diag(logs)[None]
+    # not at equal eigenvalues, where s = 0 holds the chain
+    result, step, place = [], 1.0, torch.diag(logs) + _symmetric_noise(1, size) / size
     for number in range(_WARM_UP + _APART * count):
         units = (1 / square + curvature).rsqrt().mul
         states, momenta = States(place, *potential(place)), _symmetric_noise(1, size)
@@ -332,7 +333,8 @@ def _hyperparameters(matrix: Tensor) -> tuple[Tensor, Tensor]:
     trace, wide = matrix.trace() / size, 4 * _DECADE**2
     apart = matrix - trace * torch.eye(size, dtype=torch.float64)
     total = apart.square().sum()  # m is integrated out, which leaves D − 1
-    middle = (total / free).clamp_min(1e-300)
+    # a single number tells nothing of s: then the mode of the prior
+    middle = (total / free).clamp_min(1e-300) if size > 1 else total + wide / 2
     grid = torch.linspace(-6.0, 6.0, _GRID, dtype=torch.float64) / math.sqrt(free) + 0.5 * math.log(
         middle
     )

@@ -64,9 +64,9 @@ _LEAST_SIMULATED = 500
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
-# draws of the covariates' law given its release: they estimate a variance between laws up to a
-# quarter, √(2/32)
-_LAWS = 32
+# draws of the covariates' law given its release: half of them weight the releases, the others
+# estimate a variance between laws up to a quarter, √(2/32)
+_LAWS = 64
 _DRAWS = 2000
 _FORECASTS = 5  # draws of the prior
 _ADVICE = (

@@ -366,8 +366,11 @@ class SyntheticLikelihood(Likelihood):
     mode.
 
     Near the mode m is linear, Σ is constant and T | θ is Gaussian, so the d numbers
-    :math:`J^\top\Sigma^{-1}T` are sufficient for θ. The likelihood is that of these numbers. Their
-    mean and covariance away from the centre come from ``few`` of the records,
+    :math:`J^\top\Sigma^{-1}T` are sufficient for θ. The likelihood is that of these numbers. Here Σ
+    includes the covariance of nm between laws of the covariates: a release far from the mode tells
+    little if its mean depends on the law. It is estimated from the first half of ``laws``; the
+    mixture is over the others, because the numbers hide what the first ones have in common. Mean
+    and covariance away from the centre come from ``few`` of the records,
 
     .. math::
         m(\theta) = m + J(\theta - \theta_c) + \big[m_s(\theta) - m_s - J_s(\theta - \theta_c)\big]
@@ -391,7 +394,11 @@ class SyntheticLikelihood(Likelihood):
     ) -> None:
         self._simulator, self._releases = simulator, list(releases)
         self._few, n = _enough(fit.simulated.scores, few), simulator.num_data
-        _, pulled = posterior_precision(fit.moments, fit.covariance, fit.prior_precision, n)
+        half = len(laws.means) // 2
+        between = n**2 / max(half, 1) * laws.means[:half].T @ laws.means[:half]
+        _, pulled = posterior_precision(
+            fit.moments, fit.covariance + between, fit.prior_precision, n
+        )
         # in units of the posterior, without directions in which the releases have no information:
         # the statistic's covariance is the identity at the centre
         white = torch.linalg.solve_triangular(
@@ -410,7 +417,7 @@ class SyntheticLikelihood(Likelihood):
         released = onto @ torch.cat([r.value for r in releases])
         error = error * told[kept].outer(told[kept]).sqrt()
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
-        laws = LawDifferences(laws.means @ onto.T, onto @ laws.jacobians)
+        laws = LawDifferences(laws.means[half:] @ onto.T, onto @ laws.jacobians[half:])
         super().__init__(fit, simulator.records.read, n, released, noise, found, laws)
         near = simulator.at(fit.centre, self._few)
         self.is_bent = is_bent(near, simulator.records)
