@@ -143,8 +143,10 @@ class Product(Contribution):
     def set_norms(self, alike: Sequence[Any]) -> None:
         """Compute norms and sizes of layers with the same key, some at a time."""
         n, dtype = len(self.backprops), wide(self.backprops)
-        # in the sum, relative to the terms' size (Higham 2002, section 3.1), and in both factors
-        lost = (self.positions + 2) * torch.finfo(dtype).eps / 2
+        # Relative to the terms' size, a sum of T terms rounds by at most T units of 2⁻²⁴, and both
+        # factors by two (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
+        # 3.1). The norm may be of another sum of the same terms. Clipping is never too weak.
+        lost = (self.positions + 1) * torch.finfo(dtype).eps
         piece = arithmetic.machine_of(self.backprops.device).piece
         step = max(1, int(piece // (self.numbers() * n)))
         for start in range(0, len(alike), step):
@@ -293,10 +295,8 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from the gradients in float32, for devices with slow float64. The error of an entry,
-    a sum of T terms, is at most T·2⁻²⁴·Σ|terms| (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2002, section 3.1). This bound, and one for squares that underflow, are added to the
-    norm: clipping is never too weak.
+    """The same from the gradients in float32, for devices with slow float64. A bound for squares
+    that underflow is added to the norm.
     """
     g, a = g.float(), a.float()
     size = torch.linalg.vector_norm(g, dim=2)
@@ -305,8 +305,7 @@ def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tens
         size = size * (of_inputs if like.bias is None else of_inputs.hypot(torch.ones(())))
     size = size.sum(1)
     rows = torch.cat(list(outer(like.weight, like.bias, a, g).values()), 1)
-    norm = row_norms(rows).add_(_lost_in_squares(rows))
-    return norm.add_(size, alpha=g.shape[1] * 2.0**-24), size
+    return row_norms(rows).add_(_lost_in_squares(rows)), size
 
 
 class Tokens(Contribution):
@@ -337,9 +336,7 @@ class Tokens(Contribution):
         self.rows, self._number = g, n
 
     def norm(self) -> Tensor:
-        norms = torch.linalg.vector_norm(self.rows, dim=1, dtype=wide(self.rows))
-        squares = torch.zeros(self._number, dtype=norms.dtype, device=norms.device)
-        return squares.index_add_(0, self._records, norms.square()).sqrt_()
+        return row_norms(self.rows.reshape(self._number, -1))
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         if self.weight in out:

@@ -232,7 +232,9 @@ class Convolution(Product):
         with arithmetic.tf32(g.device) if self.is_reduced else nullcontext():
             norms, sizes = self._of_gram(a, g) if self.way == "gram" else self._of_gradients(a, g)
         if self.bias is not None:
-            norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
+            each = g.flatten(2)
+            norms = norms.hypot(torch.linalg.vector_norm(each.sum(2), dim=1))
+            sizes = sizes + torch.linalg.vector_norm(each, dim=1).sum(1)
         return norms, sizes
 
     def _of_gradients(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
