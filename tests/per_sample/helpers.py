@@ -70,13 +70,13 @@ def middle_norm(gradients):
     return max(float(norms[norms.isfinite()].median()), 1e-6)
 
 
-def assert_sum(source, net, gradients=None, clip=0.3, *, records=None, atol=1e-5):
+def assert_sum(source, net, gradients=None, clip=0.3, *, records=None, atol=3e-5):
     """The last backward pass has the sum of these gradients, or of the records' cross entropies."""
     found = sum_of(source, net, clip)
     if gradients is None:
         source.remove()
         gradients = gradients_of_records(net, entropy, records)
-    torch.testing.assert_close(found, clipped_rows(gradients, clip), rtol=1e-4, atol=atol)
+    torch.testing.assert_close(found, clipped_rows(gradients, clip), rtol=1e-3, atol=atol)
 
 
 def private(net, *data, clip=0.5, batch_size=None, **options):

@@ -69,11 +69,11 @@ def test_layers_on_every_machine(name, device, machine, tf32, dtype, frozen, sha
     clip = share * float(norms.median())  # all, half or none are clipped
     with on(machine, tf32=tf32):
         found, theirs = clipped(BookkeepingGradientSource(net), net, x, weights, clip)
-    # cut to ten bits, inputs and gradients lie off by 2⁻¹⁰ each; T4 adds what float32 may lose
-    room = 2**-9 if tf32 and machine is not None else 1e-4 if machine is T4 else 1e-5
+    # cut to ten bits, inputs and gradients lie off by 2⁻¹⁰ each; norms add what float32 may lose
+    room = 2**-9 if tf32 and machine is not None else 1e-4
     room = 1e-11 if dtype == torch.float64 else room
     assert float((found - clipped_rows(rows, clip)).norm()) <= room * norms.clamp(max=clip).sum()
-    least = float(norms.max()) * 2**-40  # a record may be zero but for what T4 adds
+    least = float(norms.max()) * 2**-40  # a record may be zero but for what is added
     torch.testing.assert_close(theirs.double(), norms, rtol=max(room, 1e-6), atol=least)
 
 
@@ -129,7 +129,8 @@ def test_layers_of_every_shape_in_every_way(of, frozen, share):
     factor = (clip / norms).clamp(max=1.0)
     ways = [None, "gram", *(["instantiate"] if is_linear else ["unfold"])]
     ways += ["grouped"] if not is_linear and x.dtype == torch.float32 else []
-    room = 1e-12 if x.dtype == torch.float64 else 2e-6
+    # norms include what sums over up to 216 positions may lose
+    room = 1e-12 if x.dtype == torch.float64 else 2e-4
     for way, is_kept in ((way, is_kept) for way in ways for is_kept in (False, True)):
         if way == "gram" and is_kept:
             continue

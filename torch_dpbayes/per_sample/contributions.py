@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from . import arithmetic
 from .arithmetic import LOST_IN_SPLIT, constant, is_split, joined, pieces, row_norms, split, wide
 
+_IN_ORDER = 32  # records whose rows are added one after another
+
 
 class Contribution(ABC):
     """The term that a layer adds to the gradient g_i of every record, before clipping.
@@ -72,12 +74,10 @@ class PerRecord(Contribution):
         for p, g in self._rows.items():
             if (found := out.get(p)) is None:
                 continue
-            rows, order = in_type(g, factor.dtype).T, self._orders[p]
-            if order is None:
-                found.addmv_(rows, factor, beta=beta)
-            else:
-                total = begun(found, beta).view(p.shape).permute(*(k - 1 for k in order))
-                total.add_(rows.mv(factor).view(total.shape))
+            total, order = begun(found, beta), self._orders[p]
+            if order is not None:
+                total = total.view(p.shape).permute(*(k - 1 for k in order))
+            total.add_(_added_up(in_type(g, factor.dtype), factor).view(total.shape))
 
     def per_record(self) -> dict[Tensor, Tensor]:
         rows = dict(self._rows)
@@ -89,6 +89,20 @@ class PerRecord(Contribution):
 
     def keep_only(self, keep: Tensor) -> None:
         self._rows = {p: _kept(g, keep) for p, g in self._rows.items()}
+
+
+def _added_up(rows: Tensor, factor: Tensor) -> Tensor:
+    """Σ_i factor_i·row_i. CPUs add one row after another, and round each time: one more record
+    could change the roundings of thousands of others. So few rows are added in order, and torch's
+    own sum adds the results in a tree.
+    """
+    groups = len(rows) // _IN_ORDER
+    count = groups * _IN_ORDER
+    total = rows[count:].T.mv(factor[count:])
+    if groups:
+        weights = factor[:count].view(groups, 1, _IN_ORDER)
+        total += torch.bmm(weights, rows[:count].unflatten(0, (groups, -1))).sum((0, 1))
+    return total
 
 
 def _order(rows: Tensor) -> list[int] | None:
@@ -103,8 +117,9 @@ class Product(Contribution):
     records and positions.
     """
 
-    def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
+    def __init__(self, inputs: Tensor, backprops: Tensor, positions: int) -> None:
         self.inputs, self.backprops = self.held = inputs, backprops
+        self.positions = positions
 
     def norm(self) -> Tensor:
         if self.norms is None:
@@ -128,6 +143,10 @@ class Product(Contribution):
     def set_norms(self, alike: Sequence[Any]) -> None:
         """Compute norms and sizes of layers with the same key, some at a time."""
         n, dtype = len(self.backprops), wide(self.backprops)
+        # Relative to the terms' size, a sum of T terms rounds by at most T units of 2⁻²⁴, and both
+        # factors by two (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
+        # 3.1). The norm may be of another sum of the same terms. Clipping is never too weak.
+        lost = (self.positions + 1) * torch.finfo(dtype).eps
         piece = arithmetic.machine_of(self.backprops.device).piece
         step = max(1, int(piece // (self.numbers() * n)))
         for start in range(0, len(alike), step):
@@ -136,7 +155,7 @@ class Product(Contribution):
             found = self.norms_and_sizes(a, g)
             rows = (t.to(dtype).view(len(some), n).unbind() for t in found)
             for layer, norm, size in zip(some, *rows, strict=True):
-                layer.norms, layer.size = norm, size
+                layer.norms, layer.size = norm.add(size, alpha=lost), size
 
     def keep_only(self, keep: Tensor) -> None:
         self.inputs, self.backprops = _kept(self.inputs, keep), _kept(self.backprops, keep)
@@ -168,7 +187,7 @@ class Outer(Product):
         *,
         is_transposed: bool = False,
     ) -> None:
-        super().__init__(inputs, backprops)
+        super().__init__(inputs, backprops, backprops[0, ..., 0].numel())
         self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.parameters = () if weight is None else (weight,)
         self.parameters += () if bias is None else (bias,)
@@ -276,10 +295,8 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from the gradients in float32, for devices with slow float64. The error of an entry,
-    a sum of T terms, is at most T·2⁻²⁴·Σ|terms| (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2002, section 3.1). This bound, and one for squares that underflow, are added to the
-    norm: clipping is never too weak.
+    """The same from the gradients in float32, for devices with slow float64. A bound for squares
+    that underflow is added to the norm.
     """
     g, a = g.float(), a.float()
     size = torch.linalg.vector_norm(g, dim=2)
@@ -288,8 +305,7 @@ def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tens
         size = size * (of_inputs if like.bias is None else of_inputs.hypot(torch.ones(())))
     size = size.sum(1)
     rows = torch.cat(list(outer(like.weight, like.bias, a, g).values()), 1)
-    norm = row_norms(rows).add_(_lost_in_squares(rows))
-    return norm.add_(size, alpha=g.shape[1] * 2.0**-24), size
+    return row_norms(rows).add_(_lost_in_squares(rows)), size
 
 
 class Tokens(Contribution):
@@ -320,13 +336,16 @@ class Tokens(Contribution):
         self.rows, self._number = g, n
 
     def norm(self) -> Tensor:
-        norms = torch.linalg.vector_norm(self.rows, dim=1, dtype=wide(self.rows))
-        squares = torch.zeros(self._number, dtype=norms.dtype, device=norms.device)
-        return squares.index_add_(0, self._records, norms.square()).sqrt_()
+        return row_norms(self.rows.reshape(self._number, -1))
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         if self.weight in out:
             rows = weighted(self.rows, factor[self._records])
+            if self._number > _IN_ORDER and arithmetic.machine_of(rows.device).has_double:
+                # for the same reason as in _added_up(); the first place of a token gets the sum
+                where = _first_places(self.tokens[None]).flatten()
+                total = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+                rows = total.index_add_(0, where, rows.double()).to(rows.dtype)
             begun(out[self.weight], beta).view(self.weight.shape).index_add_(0, self.tokens, rows)
 
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -349,7 +368,7 @@ class Tied(Product):
     """
 
     def __init__(self, linear: Outer, tokens: Tokens) -> None:
-        super().__init__(linear.inputs, linear.backprops)
+        super().__init__(linear.inputs, linear.backprops, linear.positions)
         self.linear, self.tokens, self.parameters = linear, tokens, tokens.parameters
         self.held = (*linear.held, *tokens.held)
 

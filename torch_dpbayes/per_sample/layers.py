@@ -117,6 +117,8 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 
 # -- convolutions ----------------------------------------------------------------------------------
 
+_IN_ORDER = 2048  # positions
+
 
 class Convolution(Product):
     """A convolution, stored as its padded input and the gradient of its output, because its
@@ -143,7 +145,7 @@ class Convolution(Product):
         pad = [] if is_even else list(module._reversed_padding_repeated_twice)
         inputs = inputs.to(backprops.dtype)
         inputs = torch._C._nn.pad(inputs, pad, mode) if any(pad) else inputs
-        super().__init__(inputs, backprops.contiguous())
+        super().__init__(inputs, backprops.contiguous(), backprops[0, 0].numel())
 
     def weight_gradient(self, inputs: Tensor, backprops: Tensor, records: int = 1) -> Tensor:
         """Σ over all rows. With ``records`` > 1, records are channels and groups of one
@@ -230,7 +232,9 @@ class Convolution(Product):
         with arithmetic.tf32(g.device) if self.is_reduced else nullcontext():
             norms, sizes = self._of_gram(a, g) if self.way == "gram" else self._of_gradients(a, g)
         if self.bias is not None:
-            norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
+            each = g.flatten(2)
+            norms = norms.hypot(torch.linalg.vector_norm(each.sum(2), dim=1))
+            sizes = sizes + torch.linalg.vector_norm(each, dim=1).sum(1)
         return norms, sizes
 
     def _of_gradients(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,9 +262,11 @@ class Convolution(Product):
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
         g = weighted(self.backprops, factor)
         if self.weight is not None and self.weight in out:
-            begun(out[self.weight], beta).add_(
-                self.weight_gradient(self.inputs.to(g.dtype), g).flatten()
-            )
+            total, step = begun(out[self.weight], beta), len(g)
+            if g.is_cpu:  # oneDNN adds up all positions of all records one after another
+                step = max(1, _IN_ORDER // g[0, 0].numel())
+            for a, some in zip(self.inputs.split(step), g.split(step), strict=True):
+                total.add_(self.weight_gradient(a.to(g.dtype), some).flatten())
         if self.bias is not None and self.bias in out:
             begun(out[self.bias], beta).add_(g.flatten(2).sum(2).sum(0))
 

@@ -288,7 +288,8 @@ class _Comparison:
             gradients = [records[p].reshape(_RECORDS, -1) for p in self.parameters]
             true = torch.stack([_norm(g, 1) for g in gradients]).norm(dim=0)
             norms = source.norms(self.named)
-            wrong = (norms - true).abs() > _ROOM * true + 1e-6
+            # norms include what sums may lose by rounding
+            wrong = (norms < (1 - _ROOM) * true - 1e-6) | (norms > 2 * true + 1e-3)
             if bool((wrong & norms.isfinite()).any()):  # a step replaces the others by zero
                 raise ModelError(
                     "the norms of per-sample gradients are wrong. This is a bug of the library:"
