@@ -369,7 +369,7 @@ class SyntheticLikelihood(Likelihood):
     :math:`J^\top\Sigma^{-1}T` are sufficient for θ. The likelihood is that of these numbers. Here Σ
     includes the covariance of nm between laws of the covariates: a release far from the mode tells
     little if its mean depends on the law. It is estimated from the first half of ``laws``; the
-    mixture is over the others, because the numbers hide what the first ones have in common. Mean
+    mixture is over the others, because the numbers hide how the first ones differ. Mean
     and covariance away from the centre come from ``few`` of the records,
 
     .. math::
@@ -395,7 +395,7 @@ class SyntheticLikelihood(Likelihood):
         self._simulator, self._releases = simulator, list(releases)
         self._few, n = _enough(fit.simulated.scores, few), simulator.num_data
         half = len(laws.means) // 2
-        between = n**2 / max(half, 1) * laws.means[:half].T @ laws.means[:half]
+        between = _shrunk(n * laws.means[:half], fit.covariance)
         _, pulled = posterior_precision(
             fit.moments, fit.covariance + between, fit.prior_precision, n
         )
@@ -468,6 +468,23 @@ class SyntheticLikelihood(Likelihood):
         if found is None:
             found = moments(own, simulated.scores, self._simulator.covariates.is_paired)
         return _Around(simulated, own, self._read, found, self.is_bent)
+
+
+def _shrunk(draws: Tensor, unit: Tensor) -> Tensor:
+    """The covariance of ``draws`` with mean 0, which may be few, shrunk towards a multiple of
+    ``unit``: oracle approximating shrinkage (Chen, Wiesel, Eldar and Hero 2010, equation 23).
+    """
+    if len(draws) == 0:
+        return 0 * unit
+    root, count, size = torch.linalg.cholesky(unit), len(draws), len(unit)
+    white = torch.linalg.solve_triangular(root, draws.T, upper=False)
+    found = white @ white.T / count
+    level, square = found.trace() / size, found.square().sum()
+    spread = (square - size * level**2).clamp_min(1e-300)
+    share = (1 - 2 / size) * square + (size * level) ** 2
+    share = (share / ((count + 1 - 2 / size) * spread)).nan_to_num(1.0).clamp_max(1.0)
+    found = (1 - share) * found + share * level * torch.eye(size, dtype=unit.dtype)
+    return root @ found @ root.T
 
 
 def _enough(found: Tensor, few: int) -> int:
