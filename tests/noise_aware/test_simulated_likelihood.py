@@ -229,6 +229,7 @@ def test_a_law_of_the_covariates_moves_the_mean_and_its_slope():
     tilts = torch.tensor([[[0.02]], [[-0.03]]])
     laws = LawDifferences(shifts.repeat(2, 1), tilts.repeat(2, 1, 1))  # first half: for weights
     made = SyntheticLikelihood(simulator_of(), [release], fit, laws, few=4000, most_batches=1)
+    assert made.simulation_error == pytest.approx(alone.simulation_error, rel=0.2)
     found = fit.moments
     std = float(fit.covariance) ** 0.5
     points = fit.centre + torch.linspace(-0.2, 0.2, 5)[:, None]

@@ -150,6 +150,14 @@ def test_a_bias_whose_positions_cancel_passes_no_bound(way):
     assert float(out[layer.bias].norm()) <= 0.7 * (1 + 1e-4)
 
 
+def test_the_size_of_terms_counts_every_position_that_uses_an_input():
+    """With equal stride and dilation, three positions use each even input."""
+    layer, x = nn.Conv1d(1, 1, 3, stride=2, dilation=2), torch.tensor([[[1.0, 0.0] * 51 + [1.0]]])
+    part = layers.Convolution(layer, x, torch.ones(1, 1, 50))
+    part.norm()
+    assert float(part.size) >= (math.sqrt(3) + 1) * 50
+
+
 def test_the_squares_of_many_tokens_are_not_lost():
     """Beside a large one, each is less than half a unit of float32; it added 1.002 C."""
     tokens, weight = torch.arange(70_000)[None], nn.Parameter(torch.zeros(70_000, 1))
@@ -184,7 +192,7 @@ def rounded_otherwise(records):
     return torch.tensor(start + [up, down] * ((records - len(start)) // 2))
 
 
-@pytest.mark.parametrize("kind", ["rows", "embedding", "convolution"])
+@pytest.mark.parametrize("kind", ["rows", "linear", "embedding", "convolution"])
 def test_one_record_does_not_change_the_roundings_of_all_others(kind):
     """Added up in order, these sums moved by 1.5 to 4.0 C (Casacuberta et al. 2022)."""
     values, sums = rounded_otherwise(16382), []
@@ -193,6 +201,9 @@ def test_one_record_does_not_change_the_roundings_of_all_others(kind):
         if kind == "rows":
             p = nn.Parameter(torch.zeros(64))
             part = contributions.PerRecord({p: g[:, None].repeat(1, 64) / 8})
+        elif kind == "linear":
+            p = nn.Parameter(torch.zeros(1, 4))
+            part = contributions.Outer(p, None, torch.full((n, 4), 0.5), g[:, None])
         elif kind == "embedding":
             p = nn.Parameter(torch.zeros(2, 1))
             part = contributions.Tokens(

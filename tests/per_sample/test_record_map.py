@@ -90,13 +90,16 @@ MOVED = LINEAR._replace(run=lambda *given: LINEAR.run(*given) + 10.0)
     + [
         (lambda p: p.setitem(layers.KINDS, nn.Linear, DOUBLED), None, "model-mixes"),
         (lambda p: p.setitem(layers.KINDS, nn.Linear, MOVED), None, "model-mixes"),
+    ]
+    + [
         (
-            lambda p: p.setattr(contributions.Outer, "norm", lambda self: self.norms / 2),
+            lambda p, k=k: p.setattr(contributions.Outer, "norm", lambda self: k * self.norms),
             None,
             "model-norms",
-        ),
+        )
+        for k in (0.5, 1.5)
     ],
-    ids=["map", "map by vmap", "kernel", "run", "norm"],
+    ids=["map", "map by vmap", "kernel", "run", "small norm", "large norm"],
 )
 def test_a_fault_of_this_library_would_be_found(fault, mode, code, monkeypatch):
     fault(monkeypatch)

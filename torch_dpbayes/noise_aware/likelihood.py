@@ -415,10 +415,12 @@ class SyntheticLikelihood(Likelihood):
         variances = noise_variances(releases)
         noise = onto @ (variances[:, None] * onto.T) + error
         released = onto @ torch.cat([r.value for r in releases])
-        error = error * told[kept].outer(told[kept]).sqrt()
-        self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         laws = LawDifferences(laws.means[half:] @ onto.T, onto @ laws.jacobians[half:])
         super().__init__(fit, simulator.records.read, n, released, noise, found, laws)
+        root = torch.linalg.cholesky(self.precisions.mean(0))
+        moved = torch.linalg.solve_triangular(root, n * found.jacobian.T, upper=False)
+        error = moved @ error @ moved.T
+        self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         near = simulator.at(fit.centre, self._few)
         self.is_bent = is_bent(near, simulator.records)
         self._told = Moves(near) if self.is_bent else super()._moved

@@ -233,7 +233,11 @@ class Outer(Product):
             if self.weight is not None and (weight := out.get(self.weight)) is not None:
                 weight = weight.view(self.weight.shape)
                 weight = weight.t() if self.is_transposed else weight
-                if not self._is_split or g.dtype != torch.float32:
+                if 1 in weight.shape:  # BLAS adds up a vector's terms in order
+                    rows, one = (a, g) if len(weight) == 1 else (g, a)
+                    rows, one = in_type(rows, g.dtype), in_type(one[:, 0], g.dtype)
+                    begun(weight, beta).add_(_added_up(rows, one).view(weight.shape))
+                elif not self._is_split or g.dtype != torch.float32:
                     weight.addmm_(g.t(), in_type(a, g.dtype), beta=beta)
                 else:  # the factors in g stay exact
                     begun(weight, beta)

@@ -244,8 +244,9 @@ class Convolution(Product):
         gradients = self.instantiate(inputs, backprops, self.way)
         norms = [row_norms(g) for g in gradients]
         of_inputs, of_outputs = (row_norms(t.flatten(1)) for t in (inputs, backprops))
-        # the number of positions that use an input
-        overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
+        # the largest number of positions that use an input
+        sides = zip(self.kernel, self.stride, self.dilation, strict=True)
+        overlap = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in sides)
         return beside(norms), of_inputs * of_outputs * math.sqrt(overlap)
 
     def _of_gram(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
