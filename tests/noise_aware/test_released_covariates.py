@@ -164,6 +164,14 @@ def test_draws_for_a_single_column_are_those_of_its_posterior(monkeypatch):
         assert float(own.std()) == pytest.approx(std, rel=0.30)
 
 
+@pytest.mark.chance(1e-6)  # at most: chi-squared with 10 degrees of freedom is above 60
+def test_draws_given_little_noise_are_near_the_release():
+    """The chain started 10,000 deviations away, and stayed far away."""
+    released, noise = torch.diag(torch.tensor([0.7, 0.1, 0.01, 0.001])), 1e-5
+    misfit = (gram_draws(released, noise, 3) - released).square().sum((1, 2)) / noise**2
+    assert bool((misfit < 60).all())
+
+
 def test_a_gram_matrix_moves_with_its_level(monkeypatch):
     settings = torch.tensor(-2.0), torch.tensor(1e-2)
     monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)

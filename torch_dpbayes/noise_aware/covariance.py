@@ -218,7 +218,8 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
         return value[None], slope / noise + apart / square
 
     # not at equal eigenvalues, where s = 0 holds the chain
-    result, step, place = [], 1.0, torch.diag(logs) + _symmetric_noise(1, size) / size
+    apart = (1 / square + curvature).rsqrt() * _symmetric_noise(1, size)
+    result, step, place = [], 1.0, torch.diag(logs) + apart
     for number in range(_WARM_UP + _APART * count):
         units = (1 / square + curvature).rsqrt().mul
         states, momenta = States(place, *potential(place)), _symmetric_noise(1, size)
