@@ -72,9 +72,14 @@ def test_layers_on_every_machine(name, device, machine, tf32, dtype, frozen, sha
     # cut to ten bits, inputs and gradients lie off by 2⁻¹⁰ each; norms add what float32 may lose
     room = 2**-9 if tf32 and machine is not None else 1e-4
     room = 1e-11 if dtype == torch.float64 else room
-    assert float((found - clipped_rows(rows, clip)).norm()) <= room * norms.clamp(max=clip).sum()
     least = float(norms.max()) * 2**-40  # a record may be zero but for what is added
-    torch.testing.assert_close(theirs.double(), norms, rtol=max(room, 1e-6), atol=least)
+    is_cut = tf32 and machine is not None
+    low = max(room, 1e-6) if is_cut else 1e-5  # passes in float32 lose as much
+    assert (theirs <= (1 + max(room, 1e-6)) * norms + least).all()
+    assert (theirs >= (1 - low) * norms - least).all()
+    of = norms if dtype == torch.float64 else theirs.double()  # theirs are float32
+    error = float((found - clipped_rows(rows, clip, of)).norm())
+    assert error <= (room if is_cut else min(room, 1e-5)) * norms.clamp(max=clip).sum()
 
 
 @st.composite
@@ -137,9 +142,11 @@ def test_layers_of_every_shape_in_every_way(of, frozen, share):
         source = BookkeepingGradientSource(net)
         with forced(way, is_kept):
             found, theirs = clipped(source, net, x, weights, clip)
-        error = float((found - clipped_rows(rows, clip)).norm())
-        assert error <= room * float((factor * terms).sum())
-        assert ((theirs - norms).abs() <= 2**-23 * norms + room * terms).all()
+        of = norms if x.dtype == torch.float64 else theirs.double()  # theirs are float32
+        error = float((found - clipped_rows(rows, clip, of)).norm())
+        assert error <= min(room, 2e-6) * float((factor * terms).sum())
+        assert (theirs <= (1 + 2**-23) * norms + room * terms).all()
+        assert (theirs >= (1 - 2**-23) * norms - min(room, 2e-6) * terms).all()
         source.remove()
 
 
