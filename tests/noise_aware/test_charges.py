@@ -103,8 +103,9 @@ def squared_mu_of_run(transcript, relation):
     is_swap = relation == "replace_one"
     found = sum((4 if is_swap else 1) / r.noise_std**2 for r in transcript.scores)
     found += 1.0 / transcript.clipped[1] ** 2
-    found += (4 if is_swap else 1) / transcript.moments.total_std**2
-    found += (2 if is_swap else 1) / transcript.moments.products_std**2
+    for moments in transcript.moments:
+        found += (4 if is_swap else 1) / moments.total_std**2
+        found += (2 if is_swap else 1) / moments.products_std**2
     if transcript.categories is not None:
         found += (10 if is_swap else 5) / transcript.categories.std**2
     return found
@@ -116,14 +117,16 @@ def is_noise_of(release, exact, std, atol=1e-2):
     torch.testing.assert_close(apart, torch.full_like(apart, std), rtol=0, atol=atol)
 
 
-def check_moments(moments, x, bound=1.0):
-    short = x / x.norm(dim=1, keepdim=True).clamp_min(bound)
-    is_noise_of(moments.total, short.sum(0), moments.total_std)
-    is_noise_of(
-        (moments.products - short.T @ short).diagonal(),
-        torch.zeros(x.shape[1]),
-        moments.products_std,
-    )
+def check_moments(releases, x):
+    for moments in releases:
+        own = (x - moments.centre) @ moments.whitening.T
+        own = own / own.norm(dim=1, keepdim=True).clamp_min(1.0)
+        is_noise_of(moments.total, own.sum(0), moments.total_std)
+        is_noise_of(
+            (moments.products - own.T @ own).diagonal(),
+            torch.zeros(x.shape[1]),
+            moments.products_std,
+        )
 
 
 def model(x, g, h, y):
@@ -137,22 +140,23 @@ def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn, transcr
     spent = accountant(relation)
     options = {"accountant": spent, "num_data": N, "num_simulated": 500}
     found = transcript_of(posterior, model, x, g, h, y, **options)
-    check_moments(found.moments, x)
+    short = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+    check_moments(found.moments, short)
     # a release of scores, by a mechanism of its own, of rows that are shortened by hand
-    rows = x / x.norm(dim=1, keepdim=True).clamp_min(1.0), g, h, y
+    rows = short, g, h, y
     marks = torch.cat([one_hot(g, 3), one_hot(h, 2)], 1).double()
     sums, std = found.categories.sums, found.categories.std
     is_noise_of(sums, torch.cat([marks.sum(0)[:, None], marks.T @ rows[0]], 1), std)
     is_noise_of(found.categories.combinations, torch.bincount(2 * g + h, minlength=6), std)
     records = records_of(model, *rows)
-    own = Mechanism(records, feature_shape(records, 1.0, {}), {})
+    own = Mechanism(records, feature_shape(records, 1.0, {}), {}, N, 1)
     for release in found.scores:
         is_noise_of(
             release.value, own.clipped_sum(release.theta, release.whitening), release.noise_std
         )
     count = own.clipped_count(found.scores[-1], 0.0)
     assert found.clipped[0] - found.clipped[1] == pytest.approx(count, abs=1.01)
-    assert sorted(drawn) == sorted([2, 4, 15, 6, 1, 1] + 7 * [5])
+    assert sorted(drawn) == sorted(3 * [2, 4] + [15, 6, 1, 1] + 7 * [5])
     expected = pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
     assert squared_mu_of_run(found, relation) == expected
     assert squared_mu_of(spent.history, relation) == expected

@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
-from torch_dpbayes.noise_aware.covariance import gram_draws, quick_gram_draws
+from torch_dpbayes.noise_aware.covariance import Look, gram_draws, quick_gram_draws
 from torch_dpbayes.noise_aware.covariates import shortened_draws
 from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums
 from torch_dpbayes.noise_aware.layer_scores import LabelScores, NumberScores
@@ -416,7 +416,7 @@ def test_quick_draws_of_many_columns_are_as_far_from_their_mean_as_the_truth(rat
         noise = torch.randn(size, size, dtype=DOUBLE)
         released = truth + noise_std * (noise + noise.T) / 2
         basis = torch.linalg.eigh(released)[1]
-        draws = basis.T @ quick_gram_draws(released, noise_std, 16) @ basis
+        draws = basis.T @ quick_gram_draws([Look(released, noise_std)], 16) @ basis
         apart = basis.T @ truth @ basis - draws.mean(0)
         errors.append(apart.square().sum(0))
         spreads.append(draws.var(0).sum(0))
@@ -439,7 +439,8 @@ def test_draws_of_few_columns_do_not_tell_what_noise_hides(monkeypatch):
     Its mean over 100 draws had a deviation of .01.
     """
     monkeypatch.setitem(gram_draws.__globals__, "_APART", 4)
-    draws = quick_gram_draws(torch.diag(torch.tensor([0.95, 0.05], dtype=DOUBLE)), 0.1, 100)
+    released = torch.diag(torch.tensor([0.95, 0.05], dtype=DOUBLE))
+    draws = quick_gram_draws([Look(released, 0.1)], 100)
     assert float(torch.linalg.eigvalsh(draws)[:, 0].mean()) < 0.1
 
 

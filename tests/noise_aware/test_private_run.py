@@ -33,12 +33,12 @@ def gaussian_means(y):
 
 def test_shares_add_up_and_grow():
     run = {"dimension": 10, "num_data": 1000, "num_releases": 7, "has_numbers": True}
-    split = plan_run(dpb.PrivacyAccountant(**BUDGET), None, None, num_ones=5, **run)
+    split = plan_run(dpb.PrivacyAccountant(**BUDGET), None, None, num_ones=5, num_moments=3, **run)
     squares = [z**-2 for z in split.scores]
     assert all(b / a == pytest.approx(1.8) for a, b in itertools.pairwise(squares))
     assert sum(z**-2 for z in split.scores) == pytest.approx(split.together**-2)
     share = 2 / math.sqrt(1000 / (10 * split.total))
-    found = sum(z**-2 for z in split.moments) + 5 * split.categories**-2
+    found = sum(z**-2 for each in split.moments for z in each) + 5 * split.categories**-2
     assert found * split.total**2 == pytest.approx(min(share, 0.30) + 0.02)
 
 

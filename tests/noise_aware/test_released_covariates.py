@@ -1,5 +1,6 @@
 """Laws of covariates: what shortened rows have, the release's own noise, and sensitivities."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from support.pyro_models import gaussian, weights
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import inference, posterior
-from torch_dpbayes.noise_aware.covariance import _hyperparameters, gram_draws
+from torch_dpbayes.noise_aware.covariance import Look, _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.covariates import (
     FeatureShape,
     NoisyCategories,
@@ -18,6 +19,7 @@ from torch_dpbayes.noise_aware.covariates import (
     Released,
     feature_shape,
     in_units,
+    law_draws,
     noisy_categories,
     noisy_moments,
     num_ones,
@@ -25,6 +27,7 @@ from torch_dpbayes.noise_aware.covariates import (
 )
 from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.likelihood import law_differences
+from torch_dpbayes.noise_aware.records import short
 from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
 pytestmark = pytest.mark.usefixtures("recorded_once", "double")
@@ -116,15 +119,20 @@ def test_constant_columns_are_set_and_do_not_count():
 # -- the release's own noise -----------------------------------------------------------------------
 
 
+ONE_LOOK = [Look(torch.tensor([[1.0, 0.2], [0.2, 0.3]]).double(), 0.3)]
+WHITENING = torch.tensor([[0.8, 0.3], [-1.0, 2.5]]).double()
+LATER = Look(torch.tensor([[0.7, 0.1], [0.1, 1.0]]).double(), 0.2, WHITENING)
+
+
 @pytest.mark.chance(4e-3)  # at most: six bounds of 3.5 standard errors
-def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
-    """Two columns, of which noise hides one: moments of entries against sums over a grid of log
-    eigenvalues, of their angle and of the spread s; the level m is integrated out.
+@pytest.mark.parametrize("looks", [ONE_LOOK, [*ONE_LOOK, LATER]], ids=["one", "two"])
+def test_draws_of_a_gram_matrix_are_those_of_its_posterior(looks, monkeypatch):
+    """Two columns, of which the first noise hides one: moments of entries against sums over a grid
+    of log eigenvalues, of their angle and of the spread s; the level m is integrated out.
     """
     monkeypatch.setitem(gram_draws.__globals__, "_APART", 1)
-    released, noise = (1.0, 0.2, 0.3), 0.3
     axes = torch.linspace(-14.0, 0.8, 80), torch.linspace(-18.0, 0.8, 80)
-    large, small, angle = torch.cartesian_prod(*axes, torch.arange(12) * math.pi / 12).T
+    large, small, angle = torch.cartesian_prod(*axes, torch.arange(36) * math.pi / 36).T
     large, small, angle = (t[large > small] for t in (large, small, angle))
     gap, level, wide = large - small, (large + small) / 2, 4 * math.log(10.0) ** 2
     scale = torch.logspace(-2.5, 1.0, 60)
@@ -133,13 +141,17 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
     prior = -scale.log() - 2 * scale.square() / wide - of_level.log() / 2
     prior = prior - gap[:, None].square() / (4 * scale.square())
     prior = prior - (level[:, None] + math.log(2)).square() / (2 * of_level)
-    x, y = large.exp(), small.exp()
-    cos, sin = angle.cos(), angle.sin()
-    entries = x * cos**2 + y * sin**2, (x - y) * cos * sin, x * sin**2 + y * cos**2
-    misfit = sum(k * (e - r).square() for k, e, r in zip((1, 2, 1), entries, released))
-    weights = (gap.log() + prior.logsumexp(1) - misfit / (2 * noise**2)).softmax(0)
-    matrix = torch.tensor([released[:2], released[1:]])
-    for own, exact in zip(gram_draws(matrix, noise, 700).flatten(1).T[[0, 1, 3]], entries):
+    axis = torch.stack([angle.cos(), angle.sin()], 1)
+    first = large.exp()[:, None, None] * axis[:, :, None] * axis[:, None]
+    axis = torch.stack([-angle.sin(), angle.cos()], 1)
+    exact = first + small.exp()[:, None, None] * axis[:, :, None] * axis[:, None]
+    log_p = gap.log() + prior.logsumexp(1)
+    for released, noise, onto in looks:
+        seen = exact if onto is None else onto @ exact @ onto.T
+        log_p = log_p - (seen - released).square().sum((1, 2)) / (2 * noise**2)
+    weights = log_p.softmax(0)
+    entries = exact.flatten(1).T[[0, 1, 3]]
+    for own, exact in zip(gram_draws(looks, 700).flatten(1).T[[0, 1, 3]], entries):
         mean = float(weights @ exact)
         std = math.sqrt(float(weights @ (exact - mean).square()))
         # draws one trajectory apart are worth a fifth and more
@@ -156,7 +168,7 @@ def test_draws_for_a_single_column_are_those_of_its_posterior(monkeypatch):
     prior = -s.square() / wide - log[:, None].square() / (2 * (s.square() + wide))
     prior = (prior - (s.square() + wide).log() / 2).logsumexp(1)
     weights = (prior - (log.exp() - released).square() / (2 * noise**2)).softmax(0)
-    found = gram_draws(torch.tensor([[released]]), noise, 1000).flatten()
+    found = gram_draws([Look(torch.tensor([[released]]), noise)], 1000).flatten()
     for own, exact in ((found, log.exp()), (found.log().clamp_min(least), log.clamp_min(least))):
         mean = float(weights @ exact)
         std = math.sqrt(float(weights @ (exact - mean).square()))
@@ -168,14 +180,14 @@ def test_draws_for_a_single_column_are_those_of_its_posterior(monkeypatch):
 def test_draws_given_little_noise_are_near_the_release():
     """The chain started 10,000 deviations away, and stayed far away."""
     released, noise = torch.diag(torch.tensor([0.7, 0.1, 0.01, 0.001])), 1e-5
-    misfit = (gram_draws(released, noise, 3) - released).square().sum((1, 2)) / noise**2
+    misfit = (gram_draws([Look(released, noise)], 3) - released).square().sum((1, 2)) / noise**2
     assert bool((misfit < 60).all())
 
 
 def test_a_gram_matrix_moves_with_its_level(monkeypatch):
     settings = torch.tensor(-2.0), torch.tensor(1e-2)
     monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)
-    found = gram_draws(torch.eye(2), 100.0, 3).diagonal(dim1=1, dim2=2)
+    found = gram_draws([Look(torch.eye(2), 100.0)], 3).diagonal(dim1=1, dim2=2)
     assert bool((found.log() + 2).abs().max() < 3.0)  # the chain starts at log 100, 6.6 away
 
 
@@ -200,26 +212,48 @@ def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
     )
 
 
+def exactly(looks, count):
+    return looks[-1].released.expand(count, 2, 2)
+
+
 def test_laws_differ_as_the_noise_of_their_release():
     """Deviations of 400 draws have an error of 3.5 %."""
     n, mean_std, matrix_std = 1000, 30.0, 7.0
     total = n * torch.tensor([0.2, -0.1])
     products = n * torch.diag(torch.tensor([0.2, 0.1]))
-    moments = NoisyMoments(total, mean_std, products, matrix_std)
+    moments = NoisyMoments(total, mean_std, products, matrix_std, 0 * total, torch.eye(2))
 
-    def known(released, std, count):
+    def known(looks, count):
+        ((released, std, _),) = looks
         assert std == pytest.approx(matrix_std / n)
         torch.testing.assert_close(released, (products - torch.outer(total, total) / n) / n)
         return released.expand(count, 2, 2)
 
-    (mean, _), *others = moments.draws(n, 400, 1, known)
+    (mean, _), *others = law_draws([moments], n, 400, 1, known)
     torch.testing.assert_close(mean, total / n)
     spread = torch.stack([other for other, _ in others]).std(0)
     assert spread.tolist() == pytest.approx([mean_std / n] * 2, rel=0.2)
     # rows of norm 1 have no larger second moments
-    huge = NoisyMoments(total, mean_std, 100 * products, matrix_std)
-    for own, matrix in huge.draws(n, 5, 1, lambda found, std, count: found.expand(count, 2, 2)):
+    huge = moments._replace(products=100 * products)
+    for own, matrix in law_draws([huge], n, 5, 1, exactly):
         assert float(matrix.trace() + own.square().sum()) <= 1 + 1e-9
+
+
+@pytest.mark.chance(1e-6)  # the noise of the last release is a tenth of a variance
+def test_later_releases_tell_what_the_first_one_hides():
+    """Standard deviations of .3 to .003, moved from 0; the noise hides variances below .002."""
+    n, noise = 3000, 5.0
+    rotation, _ = torch.linalg.qr(torch.randn(3, 3))
+    spread = torch.tensor([0.3, 0.03, 0.003])
+    rows = short(torch.tensor([0.2, 0.3, 0.0]) + (torch.randn(n, 3) * spread) @ rotation)
+    found = noisy_moments(rows, 3 * [(noise, noise)], n, 1)
+    mean, covariance = law_draws(found, n, 16, 1)[0]
+    root = torch.linalg.inv(torch.linalg.cholesky(torch.cov(rows.T)))
+    assert 0.3 < float(torch.linalg.eigvalsh(root @ covariance @ root.T)[0])
+    assert float(torch.linalg.eigvalsh(root @ covariance @ root.T)[-1]) < 3.0
+    assert float((root @ (mean - rows.mean(0))).abs().max()) < 0.3
+    alone = law_draws(found[:1], n, 16, 1)[0][1]
+    assert float(torch.linalg.eigvalsh(root @ alone @ root.T)[-1]) > 10
 
 
 @pytest.mark.chance(1e-4)
@@ -258,8 +292,8 @@ def of_two_groups(noise, count=3000, apart=0.4):
     records = records_of(two_groups, x, g, h, torch.zeros(count))
     shape = feature_shape(records, 1.0, {})
     x = shape.shortened(x)
-    found = noisy_moments(in_units(x, shape), (noise, noise))
-    moments = found.draws(count, 2, 1, lambda matrix, std, number: matrix.expand(number, 2, 2))
+    found = noisy_moments(in_units(x, shape), [(noise, noise)], count, 1)
+    moments = law_draws(found, count, 2, 1, exactly)
     released = noisy_categories([g, h], {1: 3, 2: 2}, in_units(x, shape), noise)
     laws = released.laws(count, moments, 1)
     return (x, g, h), Released(records, 1, shape, moments[1], laws[1]).rows(20_000, 0)
@@ -359,9 +393,10 @@ def test_rows_have_the_covariance_where_classes_are_beyond_the_bound():
 
 @pytest.mark.usefixtures("few_draws")
 def test_noise_of_covariates_widens_a_posterior(monkeypatch):
-    """Noise hides small directions of the features: the mean law alone tells too much of them, by a
-    fifth or more of the width.
+    """The noise of a single release hides small directions of the features: the mean law alone
+    tells too much of them, by a fifth or more of the width.
     """
+    monkeypatch.setattr(inference, "NUM_MOMENTS", 1)
     monkeypatch.setattr(inference, "_DRAWS", 400)
     monkeypatch.setattr(inference, "_LAWS", 32)
     monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 30)
@@ -387,8 +422,14 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
 
 
 def sums_of(rows, shape):
-    found = noisy_moments(in_units(rows, shape), (0.0, 0.0))
-    return found.total, found.products
+    """Of the rows, and of whitened ones, of which many are too long."""
+    size = rows.shape[1]
+    public = torch.linspace(-0.1, 0.1, size), torch.arange(1, size**2 + 1).reshape(size, size)
+    with pytest.MonkeyPatch.context() as patch:
+        name = "_centre_and_whitening"
+        patch.setitem(noisy_moments.__globals__, name, lambda *_: [t.double() for t in public])
+        found = noisy_moments(in_units(rows, shape), 2 * [(0.0, 0.0)], len(rows), 1)
+    return [(each.total, each.products) for each in found]
 
 
 @pytest.mark.parametrize("is_swap", [False, True])
@@ -399,8 +440,9 @@ def test_moments_move_by_their_sensitivity(is_swap):
     if is_swap:
         other = torch.cat([torch.tensor([[0.0, 0.0, 1.0]]), rows[1:]])
     limits = (2.0, math.sqrt(2)) if is_swap else (1.0, 1.0)
-    for one, two, most in zip(sums_of(rows, shape), sums_of(other, shape), limits, strict=True):
-        assert float((one - two).norm()) <= most
+    for one, two in zip(sums_of(rows, shape), sums_of(other, shape), strict=True):
+        for sums, others, most in zip(one, two, limits, strict=True):
+            assert float((sums - others).norm()) <= most
 
 
 @pytest.mark.parametrize("sizes", [{0: 3}, {0: 3, 1: 2}])
@@ -430,4 +472,5 @@ def test_rows_of_few_digits_move_sums_by_the_bound_at_most(dtype):
     for bound in (1e-7, 0.7, 1.0):
         shape = FeatureShape(bound, {}, (50,))
         for row in shape.shortened(10 * torch.randn(200, 50).to(dtype)).split(1):
-            assert all(float(found.norm()) <= 1 for found in sums_of(row, shape))
+            of_all = itertools.chain(*sums_of(row, shape))
+            assert all(float(found.norm()) <= 1 for found in of_all)

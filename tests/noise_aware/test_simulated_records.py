@@ -83,7 +83,7 @@ def test_a_record_moves_a_sum_by_at_most_one():
 
     def clipped_sum(rows):
         records.density = records.density.with_rows([r[rows].clone() for r in (x, y)])
-        return Mechanism(records, None, {}).clipped_sum(theta, whitening)
+        return Mechanism(records, None, {}, 1, 1).clipped_sum(theta, whitening)
 
     theta = torch.randn(3)
     whitening = 5 * torch.randn(3, 3)

@@ -2,9 +2,10 @@ r"""A noisy second-moment matrix of features: its release, for whitening feature
 run, and draws of the exact matrix given a release.
 
 The release is Y = G + E, with E symmetric Gaussian of standard deviation v on the diagonal and v/√2
-off it; G is positive definite. Its logarithm L = log G has the rotation-invariant Gaussian prior of
-Leonard and Hsu (1992, "Bayesian inference for a covariance matrix", Annals of Statistics 20), with
-an unknown level m and spread s, D = d(d+1)/2:
+off it; G is positive definite. If there are several, Y = AGAᵀ + E, their terms add up. The
+logarithm L = log G has the rotation-invariant Gaussian prior of Leonard and Hsu (1992, "Bayesian
+inference for a covariance matrix", Annals of Statistics 20), with an unknown level m and spread s,
+D = d(d+1)/2:
 
 .. math::
     -\log p(L, m, s \mid Y) = \frac{\|Y - e^L\|_F^2}{2v^2} + \frac{\|L - mI\|_F^2}{2s^2}
@@ -20,7 +21,8 @@ With a flat prior of m the posterior would be improper: Y = E, without any recor
 
 Near the eigenvectors U of Y the derivative of L ↦ e^L is diagonal, :math:`f_{ij} = (e^{l_i} -
 e^{l_j})/(l_i - l_j)` (Daleckii and Krein). So entries of UᵀLU have about the variances
-:math:`1/(s^{-2} + f^2/v^2)`, half of this off the diagonal. Hamiltonian steps with these variances
+:math:`1/(s^{-2} + f^2 \sum_Y q_i q_j/v^2)` with :math:`q_i = \lVert AUe_i\rVert^2`, half of this
+off the diagonal. Hamiltonian steps with these variances
 as inverse masses move L. m and s have conditional distributions in closed form; then s and L − mI
 change by a common random factor (Yu and Meng 2011, "To center or not to center").
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -197,25 +200,42 @@ def _second_moments(x: Tensor, max_norm: float) -> Tensor:
 # -- the matrix given a release --------------------------------------------------------------------
 
 
-def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """Draws of G, ``[count, d, d]``, from the posterior given Y and v."""
-    size, noise = len(released), noise_std**2
+class Look(NamedTuple):
+    """A noisy matrix Y = A·G·Aᵀ + E."""
+
+    released: Tensor  # Y
+    noise_std: float  # v, of E's diagonal
+    onto: Tensor | None = None  # A; None: the identity
+
+
+def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
+    """Draws of G, ``[count, d, d]``, from its posterior. The chain starts where the last look
+    tells.
+    """
+    released, noise_std, onto = looks[-1]
+    size, eye = len(released), torch.eye(len(released), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(released)
-    logs = values.clamp_min(noise_std).log()
+    back = vectors if onto is None else torch.linalg.solve(onto, vectors)
+    values, vectors = torch.linalg.eigh((back * values.clamp_min(noise_std)) @ back.T)
+    logs = values.clamp_min(torch.finfo(torch.float64).tiny).log()
     level, square = logs.mean(), logs.var(correction=0) + 1 / size**2
-    curvature = _derivative(logs).square() / noise
-    eye, diagonal = torch.eye(size, dtype=torch.float64), torch.diag(values)
+    given = [(vectors if a is None else a @ vectors, y, v**2) for y, v, a in looks]
+    scales = [(a.square().sum(0), noise) for a, _, noise in given]
+    curvature = _derivative(logs).square() * sum(torch.outer(q, q) / v for q, v in scales)
 
     def potential(matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """−log p and its gradient, in the eigenvectors of Y."""
+        """−log p and its gradient, in the eigenvectors at the start."""
         if not bool(matrices.isfinite().all()):  # the step is far too long
             return torch.full((1,), math.inf, dtype=torch.float64), matrices
         own, basis = torch.linalg.eigh(matrices[0])
-        misfit = (basis * own.exp()) @ basis.T - diagonal
         apart = matrices - level * eye
-        slope = basis @ (basis.T @ misfit @ basis * _derivative(own)) @ basis.T
-        value = misfit.square().sum() / (2 * noise) + apart.square().sum() / (2 * square)
-        return value[None], slope / noise + apart / square
+        value, slope = apart.square().sum() / (2 * square), 0 * eye
+        for onto, released, noise in given:
+            turned = onto @ basis
+            misfit = (turned * own.exp()) @ turned.T - released
+            value = value + misfit.square().sum() / (2 * noise)
+            slope = slope + turned.T @ misfit @ turned / noise
+        return value[None], basis @ (slope * _derivative(own)) @ basis.T + apart / square
 
     # not at equal eigenvalues, where s = 0 holds the chain
     apart = (1 / square + curvature).rsqrt() * _symmetric_noise(1, size)
@@ -240,8 +260,9 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
     return torch.stack(result)
 
 
-def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """Draws of G for matrices that are too large for a chain, with an exact mean.
+def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
+    """Draws of G given a single look, with A = I, for matrices that are too large for a chain, with
+    an exact mean.
 
     Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
     Uᵀ diag(c) U, where U are the eigenvectors of diag(c) + E, given that diag(c) + E has the
@@ -249,9 +270,10 @@ def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
     eigenvalues are near y. Each diagonal entry moves by the part of y − (its simulated eigenvalue)
     that is not noise. The remaining differences are spread equally, so that the trace is right.
     """
+    ((released, noise_std, _),) = looks
     size = len(released)
     if size <= _FEW_COLUMNS:
-        return gram_draws(released, noise_std, count)
+        return gram_draws(looks, count)
     values, vectors = torch.linalg.eigh(released)
     own = _spectrum(values, noise_std)
     noisy = torch.diag(own) + noise_std * _symmetric_noise(count, size)

@@ -1,11 +1,16 @@
 r"""Distributions of covariates: none, public rows, or a law that is released once.
 
 Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
-x_i^\top` are released with noise. Simulated rows are Gaussian, and shortened like the real ones.
-The Gaussian is fitted so that the *shortened* rows have the released moments. Covariance matrices
-are drawn from their posterior given the release (:mod:`.covariance`). Records are simulated with
-the mean of these matrices, and the posteriors under each of them are averaged. Rows of different
-categories have different means, which are drawn, too.
+x_i^\top` are released with noise. They are released again for rows that are centred and whitened by
+earlier releases, and shortened to a norm that 1 % of simulated rows exceed: noise then hides only
+what is small in these units (Biswas et al. 2020, "CoinPress: practical private mean and covariance
+estimation").
+
+Simulated rows are Gaussian, and shortened to R like the real ones. The Gaussian is fitted so that
+the *shortened* rows have the released moments. Covariance matrices are drawn from their posterior
+given the releases (:mod:`.covariance`). Records are simulated with the mean of these matrices, and
+the posteriors under each of them are averaged. Rows of different categories have different means,
+which are drawn, too.
 
 For each category of an argument, the sum of (1, x/R) over its records is released; for several
 arguments, also the counts of their combinations. Rows are x = mean + Σ_j d_j[c_j] + e: the effects
@@ -29,8 +34,8 @@ large as the noise allows, and are small if all differences are small.
 
 **Privacy.** With norms in units of R: Σx moves by at most 1 when a record is added or removed, and
 by 2 when one is replaced; Σxxᵀ by 1 or √2 in Frobenius norm (the inner product of two positive
-semi-definite matrices is not negative). A row with a number that is not finite counts as 0. No
-property of columns is computed from the data.
+semi-definite matrices is not negative). The same holds for whitened rows in units of their norm. A
+row with a number that is not finite counts as 0. No property of columns is computed from the data.
 
 For m arguments, a record adds m vectors (1, x/R) of norm at most √2, and 1 to a combination:
 √(2m + 1). If it is replaced, the sums of an argument move by at most 2 if its category changes, and
@@ -51,7 +56,7 @@ from torch.nn.functional import one_hot
 
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
-from .covariance import gram_draws, normal_numbers, with_symmetric_noise
+from .covariance import Look, gram_draws, normal_numbers, with_symmetric_noise
 from .records import ModelRecords, seeded, short
 
 _FITTING_STEPS = 12  # until shortened rows have the wanted moments
@@ -59,6 +64,8 @@ _ROWS_OF_A_COLUMN = 8  # the covariance of fewer rows per column is badly condit
 _RIDGE = 1e-9  # relative
 _MOST_BETWEEN = 0.99  # largest share of a variance between categories
 _MOST_COMBINATIONS = 10_000
+_LAWS_TRIED, _ROWS_TRIED = 32, 64  # simulated before the second release, rows for each law
+_SHORTENED = 0.01  # share of simulated whitened rows
 _GRID = 24  # points of ρ and of h
 _LEAST_COUNT = 1e-6
 _SWEEPS, _RAKINGS = 20, 20
@@ -228,33 +235,46 @@ Covariates = PublicRows | Released
 
 
 class NoisyMoments(NamedTuple):
-    """Noisy moments of the free columns."""
+    """Noisy moments of the vectors b = W·(x/R − c), shortened to norm 1, of the free columns."""
 
-    total: Tensor  # Σx/R, [p]
+    total: Tensor  # Σb, [p]
     total_std: float  # of its noise
-    products: Tensor  # Σxxᵀ/R², [p, p]
+    products: Tensor  # Σbbᵀ, [p, p]
     products_std: float  # of its noise on the diagonal; 1/√2 of it off the diagonal
+    centre: Tensor  # c, [p]
+    whitening: Tensor  # W, [p, p]
 
-    def draws(
-        self,
-        num_data: int,
-        count: int,
-        seed: int,
-        matrices_of: Callable[[Tensor, float, int], Tensor] = gram_draws,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Mean and covariance of a row in units of R: the average of the draws, then the draws."""
-        n = max(num_data, 1)
-        middle = short(self.total / n)  # rows have norms of at most 1
-        with seeded(seed):
-            released = self.products / n - torch.outer(middle, middle)
-            matrices = matrices_of(released, self.products_std / n, count)
-            error = torch.randn(count, len(middle), dtype=torch.float64)
-        means = torch.cat([middle[None], short(middle + self.total_std / n * error)])
-        matrices = torch.cat([matrices.mean(0, keepdim=True), matrices])
-        # rows of norm 1 at most have second moments whose trace is 1 at most
-        traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
-        matrices = matrices * ((1 - means.square().sum(1)) / traces).clamp(1e-9, 1.0)[:, None, None]
-        return list(zip(means, matrices, strict=True))
+
+def law_draws(
+    releases: Sequence[NoisyMoments],
+    num_data: int,
+    count: int,
+    seed: int,
+    matrices_of: Callable[[Sequence[Look], int], Tensor] = gram_draws,
+) -> list[tuple[Tensor, Tensor]]:
+    """Mean and covariance of a row in units of R: the average of the draws, then the draws."""
+    n = max(num_data, 1)
+    precisions = [each.whitening * (n / each.total_std) for each in releases]
+    means = [each.centre + torch.linalg.solve(each.whitening, each.total / n) for each in releases]
+    precision = sum(w.T @ w for w in precisions)
+    pulled = sum(w.T @ (w @ mean) for w, mean in zip(precisions, means, strict=True))
+    root = torch.linalg.cholesky(precision)
+    middle = short(torch.cholesky_solve(pulled[:, None], root)[:, 0])
+    looks = []
+    for each in releases:
+        apart = each.whitening @ (middle - each.centre)
+        released = each.products / n - torch.outer(apart, apart)
+        looks.append(Look(released, each.products_std / n, each.whitening))
+    with seeded(seed):
+        matrices = matrices_of(looks, count)
+        errors = torch.randn(count, len(middle), dtype=torch.float64)
+    errors = torch.linalg.solve_triangular(root.T, errors.T, upper=True).T
+    centres = torch.cat([middle[None], short(middle + errors)])
+    matrices = torch.cat([matrices.mean(0, keepdim=True), matrices])
+    # rows of norm 1 at most have second moments whose trace is 1 at most
+    traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
+    matrices = matrices * ((1 - centres.square().sum(1)) / traces).clamp(1e-9, 1.0)[:, None, None]
+    return list(zip(centres, matrices, strict=True))
 
 
 def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
@@ -263,11 +283,36 @@ def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
     return short(rows[:, shape.free].to("cpu", torch.float64) / shape.bound)
 
 
-def noisy_moments(own: Tensor, multipliers: tuple[float, float]) -> NoisyMoments:
-    """Release moments of private rows (:func:`in_units`), with z of the mean and the products."""
-    total = own.sum(0) + multipliers[0] * normal_numbers(own.shape[1])
-    products = with_symmetric_noise(own.T @ own, multipliers[1])
-    return NoisyMoments(total, multipliers[0], products, multipliers[1])
+def noisy_moments(
+    rows: Tensor, multipliers: Sequence[tuple[float, float]], num_data: int, seed: int
+) -> list[NoisyMoments]:
+    """Release moments of private rows (:func:`in_units`), with z of each mean and of each matrix of
+    products. The first rows are not whitened.
+    """
+    size, found = rows.shape[1], list[NoisyMoments]()
+    centre, whitening = torch.zeros(size).double(), torch.eye(size, dtype=torch.float64)
+    for of_mean, of_products in multipliers:
+        if found:
+            centre, whitening = _centre_and_whitening(found, num_data, seed)
+        own = short((rows - centre) @ whitening.T)
+        total = own.sum(0) + of_mean * normal_numbers(size)
+        products = with_symmetric_noise(own.T @ own, of_products)
+        found.append(NoisyMoments(total, of_mean, products, of_products, centre, whitening))
+    return found
+
+
+def _centre_and_whitening(
+    releases: Sequence[NoisyMoments], num_data: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """c, and W such that few simulated rows W·(x/R − c) are longer than 1."""
+    (centre, covariance), *laws = law_draws(releases, num_data, _LAWS_TRIED, seed)
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.clamp_min(_RIDGE * float(values.max()))
+    whitening = (vectors / values.sqrt()).T
+    with seeded(seed):
+        rows = torch.cat([shortened_draws(*law, _ROWS_TRIED) for law in laws])
+    norms = ((rows - centre) @ whitening.T).norm(dim=1)
+    return centre, whitening / float(norms.quantile(1 - _SHORTENED))
 
 
 def shortened_draws(

@@ -25,6 +25,7 @@ from .covariates import (
     constants_of,
     feature_shape,
     has_combinations,
+    law_draws,
     num_ones,
     public_rows,
     uniform_law,
@@ -45,6 +46,7 @@ from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import LARGEST_DIMENSION, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
+    NUM_MOMENTS,
     NUM_RELEASES,
     Mechanism,
     Transcript,
@@ -113,8 +115,8 @@ def posterior(
             posterior is then conditional on their rows, and neighbours differ only in what one
             record observes: this needs replace-one.
         covariates: a public sample of rows in place of the private ones, a tensor for each
-            covariate. None: the distribution of private covariates is released once, with noise:
-            mean and products of rows of floats, their sums by category, counts of categories and
+            covariate. None: the distribution of private covariates is released with noise: mean
+            and products of rows of floats, their sums by category, counts of categories and
             combinations.
         max_grad_norm: a clip bound of a record's score, which is then not whitened. None: chosen by
             simulation before each release.
@@ -134,7 +136,7 @@ def posterior(
 
     * each clipped sum of vectors with norm at most 1 in units of C: ``GaussianDpEvent(z)``,
       sensitivity 1 when a record is added or removed (2 when one is replaced);
-    * mean and products of rows of floats, in units of R: 1 and 1 (2 and √2);
+    * three times mean and products of rows of floats, in units of their bound: 1 and 1 (2 and √2);
     * sums of (1, x) by category and counts of combinations, one vector: √(2m + 1) (√(4m + 2)) for m
       arguments that are categories; less if there are no floats or no combinations;
     * the number of clipped records at the end: 1 (1).
@@ -330,6 +332,7 @@ class Setup:
             num_releases=num_releases,
             has_numbers=self.shape is not None,
             num_ones=num_ones(self.categories, self.shape is not None),
+            num_moments=NUM_MOMENTS,
         )
         # before the charge: a model that fails costs nothing
         start = self.latents.median
@@ -353,11 +356,11 @@ class Setup:
         if self._public_rows is not None:
             return [self._public_rows]
         n, moments, categories = self.num_data, transcript.moments, transcript.categories
-        count = 0 if moments is None and categories is None else _LAWS
+        count = _LAWS if moments or categories else 0
         found: Sequence[tuple[Tensor, Tensor] | None] = [None] * (count + 1)
         laws: Sequence[CategoryLaw | None] = [None] * (count + 1)
-        if moments is not None:
-            found = moments.draws(n, count, self.seed_of_laws)
+        if moments:
+            found = law_draws(moments, n, count, self.seed_of_laws)
         if categories is not None:
             laws = categories.laws(n, found, self.seed_of_laws)
         given = zip(found, laws, strict=True)
@@ -387,7 +390,9 @@ class Setup:
             )
         plan = self.plan
         self.accountant.compose(plan.event, label=_LABEL)
-        mechanism = Mechanism(self.records, self.shape, self.categories)
+        mechanism = Mechanism(
+            self.records, self.shape, self.categories, self.num_data, self.seed_of_laws
+        )
         transcript = mechanism.covariates(plan)
         laws = self.laws(transcript)
         transcript, theta = run(

@@ -61,7 +61,7 @@ from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from .checks import note_clipped, note_draws, note_releases
 from .covariance import normal_numbers, quick_gram_draws
-from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
+from .covariates import FeatureShape, in_units, law_draws, noisy_moments, shortened_draws
 from .drawing import Draws
 from .hamiltonian import mixing
 from .layer_scores import LabelScores, NumberScores
@@ -157,15 +157,14 @@ def posterior_of_large_layer(
     n = public_num_data(num_data, len(features), held)
     sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
     plan = plan_run(held, epsilon, delta, has_numbers=True, **sizes)
-    assert plan.moments is not None
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
     rows = shape.shortened(features.detach().cpu().double())
-    moments = noisy_moments(in_units(rows, shape), plan.moments)
     seed = int(torch.randint(2**40, ()))
+    moments = noisy_moments(in_units(rows, shape), plan.moments, n, seed)
     # the first law is the mean of the others
-    (mean, covariance), *drawn = moments.draws(n, _LAWS, seed, quick_gram_draws)
+    (mean, covariance), *drawn = law_draws(moments, n, _LAWS, seed, quick_gram_draws)
     # a constant 1 for the bias
     constant = (0, 0 if layer.linear.bias is None else 1)
     drawn_rows = pad(bound * shortened_draws(mean, covariance, count), constant, value=1.0).float()

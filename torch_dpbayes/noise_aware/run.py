@@ -37,7 +37,8 @@ from .likelihood import Release, Simulator, find_mode, moments, posterior_precis
 from .records import ModelRecords, clipped, scores
 
 NUM_RELEASES, _MOST_RELEASES = 7, 50
-# ratio of the shares of successive releases of scores: the first ones only locate the mode
+NUM_MOMENTS = 3  # releases of moments of rows of numbers
+# ratio of the shares of successive releases: the first ones only tell how to whiten the last
 _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
 _LEAST_SHARE, _MOST_SHARE = 0.04, 0.30  # of the budget, for the law of the covariates
@@ -58,7 +59,7 @@ class Plan:
     total: float  # of a single release with the whole budget, 1/μ
     scores: tuple[float, ...]  # of the clipped sums of scores
     together: float  # of one release that costs as much as all of these
-    moments: tuple[float, float] | None  # of the mean and the products of rows of numbers
+    moments: tuple[tuple[float, float], ...]  # of the means and the products of rows of numbers
     categories: float | None  # of all sums by category
     clipped: float  # of the number of clipped records
     event: DpEvent  # the charge
@@ -74,10 +75,12 @@ def plan_run(
     num_releases: int,
     has_numbers: bool,
     num_ones: int,
+    num_moments: int = 1,
 ) -> Plan:
     """Split the budget. Rows of numbers get the share 2/√κ, between .04 and .30, where κ = n/(z·d)
     and z is the multiplier of the whole budget. ``has_numbers``: covariates are private rows of
     numbers. ``num_ones``: squared length of the vector that a record adds to sums by category.
+    ``num_moments``: how often means and products of rows are released.
     """
     if positive_count(num_releases, "num_releases") > _MOST_RELEASES:
         raise ArgumentError(f"num_releases = {num_releases}: use at most {_MOST_RELEASES}.")
@@ -92,22 +95,31 @@ def plan_run(
         is_swap = accountant.neighboring == "replace_one"
         return total / math.sqrt(share) * (moved / 2 if is_swap else 1.0)
 
-    moments, categories, of_rest, of_sums = None, None, 1 - _CLIPPED, 0.0
+    moments, categories = list[tuple[float, float]](), None
+    of_rest, of_sums = 1 - _CLIPPED, 0.0
     if has_numbers:
         gain = num_data / (total * dimension)
         share = min(max(2 / math.sqrt(gain), _LEAST_SHARE), _MOST_SHARE)
         of_sums = _SUMS_SHARE * share if num_ones else 0.0
-        of_products = noise(share * (1 - _MEAN_SHARE) - of_sums, math.sqrt(2))
-        moments = noise(share * _MEAN_SHARE), of_products
+        for part in growing(num_moments):
+            of_products = noise(part * (share * (1 - _MEAN_SHARE) - of_sums), math.sqrt(2))
+            moments.append((noise(part * share * _MEAN_SHARE), of_products))
         of_rest -= share
     if num_ones:
         categories = math.sqrt(num_ones) * noise(_CATEGORIES + of_sums, math.sqrt(2))
         of_rest -= _CATEGORIES
-    weights = [_GROWTH**k for k in range(num_releases)]
-    scores = tuple(noise(of_rest * w / sum(weights)) for w in weights)
+    scores = tuple(noise(of_rest * part) for part in growing(num_releases))
     together = sum(z**-2 for z in scores) ** -0.5
     clipped = noise(_CLIPPED, 1.0)
-    return Plan(total, scores, together, moments, categories, clipped, ComposedDpEvent(events))
+    return Plan(
+        total, scores, together, tuple(moments), categories, clipped, ComposedDpEvent(events)
+    )
+
+
+def growing(count: int) -> list[float]:
+    """Shares of successive releases, which add up to 1."""
+    weights = [_GROWTH**k for k in range(count)]
+    return [w / sum(weights) for w in weights]
 
 
 def budget_of(
@@ -160,7 +172,7 @@ def statement_of_releases(
     lines = [f"{count} clipped sums; a record moves each by at most 1 in units of its clip bound"]
     if bound is not None:
         lines.append(
-            f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
+            f"means and products of features; rows longer than {bound:g} (max_feature_norm) are"
             " shortened to it, and parameters are those of shortened rows"
         )
     if categories:
@@ -174,14 +186,15 @@ def statement_of_releases(
 class Transcript:
     """Everything that a run released, in the order of the releases."""
 
-    moments: NoisyMoments | None  # of rows of numbers
+    moments: Sequence[NoisyMoments]  # of rows of numbers
     categories: NoisyCategories | None
     scores: tuple[Release, ...] = ()  # the clipped sums
     clipped: tuple[float, float] = (0.0, 0.0)  # the noisy number at the end, and its noise
 
 
 class Mechanism:
-    r"""Draws the noise of a run that was charged. Only this class reads private rows.
+    r"""Draws the noise of a run that was charged. Only this class reads private rows. ``seed``: of
+    the draws that whiten rows.
 
     **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
     record is added or removed, and by 2 when one is replaced; the number of clipped records by 1. A
@@ -189,17 +202,24 @@ class Mechanism:
     """
 
     def __init__(
-        self, records: ModelRecords, shape: FeatureShape | None, categories: Mapping[int, int]
+        self,
+        records: ModelRecords,
+        shape: FeatureShape | None,
+        categories: Mapping[int, int],
+        num_data: int,
+        seed: int,
     ) -> None:
+        self._num_data, self._seed = num_data, seed
         self._records, self._shape, self._categories = records, shape, categories
         self._rows = shortened_rows(records, records.density.rows(), shape)
 
     def covariates(self, plan: Plan) -> Transcript:
         """Release statistics of the covariates."""
-        records, rows, moments, categories = self._records, None, None, None
-        if plan.moments is not None and self._shape is not None:
+        records, rows, categories = self._records, None, None
+        moments = list[NoisyMoments]()
+        if self._shape is not None:
             rows = in_units(all_numbers(records, self._rows), self._shape)
-            moments = noisy_moments(rows, plan.moments)
+            moments = noisy_moments(rows, plan.moments, self._num_data, self._seed)
         if plan.categories is not None:
             columns = [self._rows[k].reshape(-1).long().cpu() for k in self._categories]
             categories = noisy_categories(columns, self._categories, rows, plan.categories)
