@@ -201,7 +201,7 @@ def test_doors_charge_the_noise_of_their_releases(name, drawn, transcript_of, mo
             is_noise_of(release.value, 0 * release.value, release.noise_std, 1e-8)
         count = found.clipped[0] - found.clipped[1]
         assert count == pytest.approx(round(count), abs=1e-6)
-        assert len(drawn) == 2 + 5 + 1
+        assert len(drawn) == 3 * 2 + 5 + 1
     expected = pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
     assert squared_mu_of_run(found, relation) == expected
     assert squared_mu_of(spent.history, relation) == expected

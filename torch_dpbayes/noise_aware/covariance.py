@@ -261,8 +261,8 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
 
 
 def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
-    """Draws of G given a single look, with A = I, for matrices that are too large for a chain, with
-    an exact mean.
+    """Draws of G given the last look, for matrices that are too large for a chain, with an exact
+    mean. For A = I:
 
     Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
     Uᵀ diag(c) U, where U are the eigenvectors of diag(c) + E, given that diag(c) + E has the
@@ -270,7 +270,7 @@ def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     eigenvalues are near y. Each diagonal entry moves by the part of y − (its simulated eigenvalue)
     that is not noise. The remaining differences are spread equally, so that the trace is right.
     """
-    ((released, noise_std, _),) = looks
+    released, noise_std, onto = looks[-1]
     size = len(released)
     if size <= _FEW_COLUMNS:
         return gram_draws(looks, count)
@@ -290,7 +290,8 @@ def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     result = scale[:, :, None] * result * scale[:, None]
     middle = result.mean(0)
     result = result + (torch.diag(middle.diagonal()) - middle)
-    return vectors @ result @ vectors.T
+    back = vectors if onto is None else torch.linalg.solve(onto, vectors)
+    return back @ result @ back.T
 
 
 def _spectrum(values: Tensor, noise_std: float) -> Tensor:

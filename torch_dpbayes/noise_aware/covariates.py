@@ -284,16 +284,22 @@ def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
 
 
 def noisy_moments(
-    rows: Tensor, multipliers: Sequence[tuple[float, float]], num_data: int, seed: int
+    rows: Tensor,
+    multipliers: Sequence[tuple[float, float]],
+    num_data: int,
+    seed: int,
+    ridge: float = 0.0,
+    matrices_of: Callable[[Sequence[Look], int], Tensor] = gram_draws,
 ) -> list[NoisyMoments]:
     """Release moments of private rows (:func:`in_units`), with z of each mean and of each matrix of
-    products. The first rows are not whitened.
+    products. The first rows are not whitened. Variances below ``ridge`` are not scaled up to 1.
     """
     size, found = rows.shape[1], list[NoisyMoments]()
     centre, whitening = torch.zeros(size).double(), torch.eye(size, dtype=torch.float64)
     for of_mean, of_products in multipliers:
         if found:
-            centre, whitening = _centre_and_whitening(found, num_data, seed)
+            laws = law_draws(found, num_data, _LAWS_TRIED, seed, matrices_of)
+            centre, whitening = _centre_and_whitening(laws, ridge, seed)
         own = short((rows - centre) @ whitening.T)
         total = own.sum(0) + of_mean * normal_numbers(size)
         products = with_symmetric_noise(own.T @ own, of_products)
@@ -302,17 +308,21 @@ def noisy_moments(
 
 
 def _centre_and_whitening(
-    releases: Sequence[NoisyMoments], num_data: int, seed: int
+    laws: Sequence[tuple[Tensor, Tensor]], ridge: float, seed: int
 ) -> tuple[Tensor, Tensor]:
     """c, and W such that few simulated rows W·(x/R − c) are longer than 1."""
-    (centre, covariance), *laws = law_draws(releases, num_data, _LAWS_TRIED, seed)
+    (centre, covariance), *others = laws
     values, vectors = torch.linalg.eigh(covariance)
-    values = values.clamp_min(_RIDGE * float(values.max()))
+    values = values.clamp_min(_RIDGE * float(values.max())) + ridge
     whitening = (vectors / values.sqrt()).T
+    norms = []
     with seeded(seed):
-        rows = torch.cat([shortened_draws(*law, _ROWS_TRIED) for law in laws])
-    norms = ((rows - centre) @ whitening.T).norm(dim=1)
-    return centre, whitening / float(norms.quantile(1 - _SHORTENED))
+        for mean, own in others:
+            spread, axes = torch.linalg.eigh(own)
+            normal = torch.randn(_ROWS_TRIED, len(mean), dtype=torch.float64)
+            row = short(mean + (normal * spread.clamp_min(0.0).sqrt()) @ axes.T)
+            norms.append(((row - centre) @ whitening.T).norm(dim=1))
+    return centre, whitening / float(torch.cat(norms).quantile(1 - _SHORTENED))
 
 
 def shortened_draws(

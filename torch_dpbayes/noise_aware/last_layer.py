@@ -70,6 +70,7 @@ from .models import LastLayer
 from .records import shorten
 from .result import NoiseAwarePosterior
 from .run import (
+    NUM_MOMENTS,
     QUANTILES,
     Transcript,
     budget_of,
@@ -156,13 +157,17 @@ def posterior_of_large_layer(
     held = budget_of(accountant, epsilon, delta)
     n = public_num_data(num_data, len(features), held)
     sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
-    plan = plan_run(held, epsilon, delta, has_numbers=True, **sizes)
+    plan = plan_run(held, epsilon, delta, has_numbers=True, num_moments=NUM_MOMENTS, **sizes)
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
     rows = shape.shortened(features.detach().cpu().double())
     seed = int(torch.randint(2**40, ()))
-    moments = noisy_moments(in_units(rows, shape), plan.moments, n, seed)
+    size = width + (layer.linear.bias is not None)
+    ridge = (n + plan.total**2 * classes * size) / (n * prior_std) ** 2
+    scale = classes if has_labels else 1  # of the features' moments in units of the information
+    own = in_units(rows, shape)
+    moments = noisy_moments(own, plan.moments, n, seed, scale * ridge / bound**2, quick_gram_draws)
     # the first law is the mean of the others
     (mean, covariance), *drawn = law_draws(moments, n, _LAWS, seed, quick_gram_draws)
     # a constant 1 for the bias
@@ -176,8 +181,7 @@ def posterior_of_large_layer(
     means = pad(bound * means, constant, value=1.0)
     products = means[:, :, None] * means[:, None] + pad(bound**2 * covariances, 2 * constant)
     apart = unsure * (basis.T @ (products - gram) @ basis)
-    ridge = (n + plan.total**2 * classes * len(values)) / (n * prior_std) ** 2
-    white = (values.clamp_min(0.0) / (classes if has_labels else 1) + ridge).rsqrt()
+    white = (values.clamp_min(0.0) / scale + ridge).rsqrt()
     private = pad(rows, constant, value=1.0) @ basis, own_targets
     law = _Law(drawn_rows @ basis.float(), white, apart, n, kind, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
