@@ -220,7 +220,8 @@ def test_an_object_that_stands_in_a_list_twice_is_one_record():
     joined = ConcatDataset([records, records[:1]])
     x = torch.rand(4, 2)
     tables = ConcatDataset([TensorDataset(x), Subset(TensorDataset(x), [3])])
-    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, twice, tables):
+    arrays = [np.zeros(2)] * 2
+    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, arrays, twice, tables):
         with refused("loader-repeats"):
             require_no_repeats(repeated)
     label = torch.ones(())

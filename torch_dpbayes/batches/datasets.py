@@ -9,6 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
+from numbers import Number
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -193,7 +194,8 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
         yield from _leaves(whole, below)
     else:
         at: Any = range(len(dataset)) if chosen is None else chosen
-        if type(dataset) is list and isinstance((*dataset, 0)[0], tuple | list | dict | Tensor):
+        # equal numbers and texts may be one object
+        if type(dataset) is list and not isinstance((*dataset, 0)[0], Number | str | None):
             yield list, np.array([id(dataset[i]) for i in at], dtype=np.int64)
         else:
             parts = dataset.tensors if type(dataset) is TensorDataset else [dataset]
