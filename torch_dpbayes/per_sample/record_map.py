@@ -6,8 +6,8 @@
 book-keeping needs on the whole batch, leave the map (:meth:`RecordMap.call_batched`); they compute
 every row by itself.
 
-Deliberate ways out are not prevented: functorch's unwrapping (``torch.func.debug_unwrap``),
-switching torch functions off by a private name, and TorchScript, whose operators no mode sees.
+Deliberate ways out are not prevented: functorch's unwrapping (``torch.func.debug_unwrap``), other
+threads, switching torch functions off by a private name, and TorchScript, which no mode sees.
 """
 
 from __future__ import annotations
