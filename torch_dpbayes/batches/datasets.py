@@ -20,7 +20,7 @@ from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError
 from ..noise import digest, seeded
 from ..per_sample.derived import holds_records
 from ..per_sample.nested import tensors_in
@@ -43,6 +43,7 @@ class BatchedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate_fn
+        self._is_at_once = self.fits(dataset)
 
     @staticmethod
     def fits(dataset: Any) -> bool:
@@ -61,6 +62,12 @@ class BatchedDataset(Dataset[Any]):
 
     def __getitems__(self, positions: list[int]) -> Any:
         dataset = self._dataset
+        if self._is_at_once and not self.fits(dataset):  # its random numbers would not be secret
+            raise StateError(
+                "the data set got a transform, or tensors of another class, after it was made"
+                " private: call make_private again.",
+                code="data-changed",
+            )
         while type(dataset) is Subset:
             positions = [dataset.indices[i] for i in positions]
             dataset = dataset.dataset
