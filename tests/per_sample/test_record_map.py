@@ -600,7 +600,6 @@ REFUSED = {
     "list that torch measures": lambda h: h + F.interpolate(h[:, None], size=Measured([6]))[:, 0],
     "number with functions of its own": lambda h: h * Multiplied(1.0),
     "class with functions of its own": lambda h: torch.mul(h, Multiplied),
-    "function that is hashed": lambda h: handle_torch_function(Hashed(), (h,), h),
     "function of the caller's in Tensor": of_tensor,
     "mode that the model ends": without_the_map,
     "operator with a batching rule": lambda h: with_a_rule(h),
@@ -702,6 +701,13 @@ def test_a_setting_of_a_layer_takes_no_values_of_earlier_records(mode, code):
         net[1].eps = 1e-5
         net[1].__class__ = type("Alike", (nn.LayerNorm,), {})
         refused(lambda: net(*next(iter(loader))), code)
+
+
+def test_no_function_of_the_callers_is_hashed():
+    def hashed(rows):
+        return [handle_torch_function(Hashed(), rows, rows[0])]
+
+    refused(lambda: RecordMap(7)(hashed, [X]), "model-map")
 
 
 def test_a_dispatch_mode_of_the_model_sees_no_batch():
