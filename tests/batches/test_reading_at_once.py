@@ -154,6 +154,14 @@ def test_no_record_is_read_alone():
     assert len(list(loader)) == 20 and all(isinstance(at, list) for at in table.reads)
 
 
+def test_a_table_gets_no_transform_later():
+    """Batches of tables draw no random numbers, so nothing would keep its numbers secret."""
+    loader = private(Subset(table := Table(60), list(range(60))))
+    table.format = {"type": "custom"}
+    with refused("data-changed"):
+        next(iter(loader))
+
+
 def test_settings_of_the_user_s_loader_are_those_of_batches_too():
     options = {"num_workers": 1, "prefetch_factor": 3, "timeout": 7.0, "persistent_workers": True}
     loader = private(plain(60), **options)
@@ -220,7 +228,8 @@ def test_an_object_that_stands_in_a_list_twice_is_one_record():
     joined = ConcatDataset([records, records[:1]])
     x = torch.rand(4, 2)
     tables = ConcatDataset([TensorDataset(x), Subset(TensorDataset(x), [3])])
-    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, twice, tables):
+    arrays = [np.zeros(2)] * 2
+    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, arrays, twice, tables):
         with refused("loader-repeats"):
             require_no_repeats(repeated)
     label = torch.ones(())

@@ -131,6 +131,10 @@ ATTACKS = {
         f"caught, {name}": Attack(attacks.caught_and_used(name), options={"may_stop": True})
         for name in attacks.ERRORS
     },
+    "caught, loss=": Attack(
+        attacks.a_constant_beside_a_record_that_fails,
+        options={"may_stop": True, "loss": attacks.that_fails},
+    ),
     **{
         f"outside, {name}": Attack(beside(*case), is_refused=True)
         for name, case in attacks.OUTSIDE.items()

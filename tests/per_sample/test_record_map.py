@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,12 @@ from helpers import assert_sum, clipped, delivered, entropy, gradients_of_record
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.vmap_rule import Centred
 from torch import Tensor, nn
-from torch.overrides import get_overridable_functions, wrap_torch_function
+from torch.overrides import (
+    TorchFunctionMode,
+    get_overridable_functions,
+    handle_torch_function,
+    wrap_torch_function,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zoo import Of, around, head
@@ -530,6 +536,50 @@ class Asked:
         return 0
 
 
+class Named(Centred):
+    """By its word a class of torch's."""
+
+    __module__ = "torch.nn"
+
+
+class Compared(float):
+    def __lt__(self, other):
+        return False
+
+
+class Measured(list):
+    def __len__(self):
+        return 1
+
+
+class Multiplied(float):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return Centred.apply(args[0])
+
+
+class Hashed:
+    def __hash__(self):
+        pytest.fail("this code ran")
+
+
+@wrap_torch_function(lambda h: (h,))
+def put_in_tensor(h):
+    return Centred.apply(h)
+
+
+def of_tensor(h):
+    with mock.patch.object(Tensor, "put_in_tensor", put_in_tensor, create=True):
+        return put_in_tensor(h)
+
+
+def without_the_map(h):
+    """It ends the map's own mode, and leaves one that sees nothing in its place."""
+    TorchFunctionMode().__exit__(None, None, None)
+    TorchFunctionMode().__enter__()
+    return h
+
+
 TRAINED = torch.ones(1, 6, requires_grad=True)
 
 
@@ -545,6 +595,13 @@ REFUSED = {
     "dispatch mode": by_dispatch_mode,
     "function that a torch function calls": by_callback,
     "object that torch asks for a number": lambda h: h[:, Asked() :],
+    "vmap rule with a name of torch's": lambda h: Named.apply(h),
+    "number that torch compares": lambda h: F.dropout(h, Compared(0.0)),
+    "list that torch measures": lambda h: h + F.interpolate(h[:, None], size=Measured([6]))[:, 0],
+    "number with functions of its own": lambda h: h * Multiplied(1.0),
+    "class with functions of its own": lambda h: torch.mul(h, Multiplied),
+    "function of the caller's in Tensor": of_tensor,
+    "mode that the model ends": without_the_map,
     "operator with a batching rule": lambda h: with_a_rule(h),
     "function of the caller's that torch hands on": handed_on,
     "operator packet": lambda h: torch.ops.torch_dpbayes_tests.with_a_rule(h),
@@ -640,6 +697,38 @@ def test_a_setting_of_a_layer_takes_no_values_of_earlier_records(mode, code):
     optimizer.step()
     net[1].eps = x.square().sum()
     refused(lambda: net(*next(batches)), code)
+    if mode == "bookkeeping":  # torch would read a property of the class
+        net[1].eps = 1e-5
+        net[1].__class__ = type("Alike", (nn.LayerNorm,), {})
+        refused(lambda: net(*next(iter(loader))), code)
+
+
+def test_no_function_of_the_callers_is_hashed():
+    def hashed(rows):
+        return [handle_torch_function(Hashed(), rows, rows[0])]
+
+    refused(lambda: RecordMap(7)(hashed, [X]), "model-map")
+
+
+def test_a_dispatch_mode_of_the_model_sees_no_batch():
+    """Neither in a layer, which runs on all records, nor after the pass."""
+
+    def around_a_layer(net, x):
+        with Centring():
+            return net.layer(x)
+
+    net = Of(around_a_layer, layer=nn.Linear(6, 3))
+    refused(lambda: private(net, X, Y), "model-map")
+    mode = Centring()
+
+    def left(rows):
+        mode.__enter__()
+        return rows
+
+    try:
+        refused(lambda: RecordMap(7)(left, [X]), "model-map")
+    finally:
+        mode.__exit__(None, None, None)
 
 
 OF_SHARES = {
@@ -752,11 +841,13 @@ def test_rows_that_torch_puts_behind_others_leave_the_map():
 
 def test_a_layer_with_code_of_its_own_stays_in_the_map():
     convolution, linear, centred = nn.Conv2d(2, 3, 3), nn.Linear(27, 2), nn.Linear(2, 2)
+    norm = nn.LayerNorm(2)
+    norm.normalized_shape = type("Own", (tuple,), {})((2,))
     centred.forward = lambda h: h - h.mean(0)
     convolution._conv_forward = types.MethodType(type(convolution)._conv_forward, convolution)
     linear.weight = type("Own", (nn.Parameter,), {})(linear.weight.detach())
-    net = nn.Sequential(convolution, nn.Flatten(1), linear, centred, nn.Linear(2, 2))
-    assert [layer.name for layer in BookkeepingGradientSource(net)._layers] == ["4"]
+    net = nn.Sequential(convolution, nn.Flatten(1), linear, centred, norm, nn.Linear(2, 2))
+    assert [layer.name for layer in BookkeepingGradientSource(net)._layers] == ["5"]
 
 
 EXCHANGED = {

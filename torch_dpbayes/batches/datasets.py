@@ -9,6 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
+from numbers import Number
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -19,7 +20,7 @@ from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError
 from ..noise import digest, seeded
 from ..per_sample.derived import holds_records
 from ..per_sample.nested import tensors_in
@@ -42,6 +43,7 @@ class BatchedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate_fn
+        self._is_at_once = self.fits(dataset)
 
     @staticmethod
     def fits(dataset: Any) -> bool:
@@ -60,6 +62,12 @@ class BatchedDataset(Dataset[Any]):
 
     def __getitems__(self, positions: list[int]) -> Any:
         dataset = self._dataset
+        if self._is_at_once and not self.fits(dataset):  # its random numbers would not be secret
+            raise StateError(
+                "the data set got a transform, or tensors of another class, after it was made"
+                " private: call make_private again.",
+                code="data-changed",
+            )
         while type(dataset) is Subset:
             positions = [dataset.indices[i] for i in positions]
             dataset = dataset.dataset
@@ -193,7 +201,8 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
         yield from _leaves(whole, below)
     else:
         at: Any = range(len(dataset)) if chosen is None else chosen
-        if type(dataset) is list and isinstance((*dataset, 0)[0], tuple | list | dict | Tensor):
+        # equal numbers and texts may be one object
+        if type(dataset) is list and not isinstance((*dataset, 0)[0], Number | str | None):
             yield list, np.array([id(dataset[i]) for i in at], dtype=np.int64)
         else:
             parts = dataset.tensors if type(dataset) is TensorDataset else [dataset]

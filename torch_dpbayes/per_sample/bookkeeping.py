@@ -293,14 +293,13 @@ class _Layer(ReplacedForward):
     """
 
     def __init__(self, source: BookkeepingGradientSource, name: str, module: nn.Module) -> None:
-        self.source, self.name, self.kind = source, name, layers.KINDS[type(module)]
+        self.source, self.name, self.type = source, name, type(module)
+        self.kind = layers.KINDS[self.type]
         self.tensors = f"the input of layer {name!r}, or the gradient of its output,"
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        # settings that torch's C++ functions read: the model could put records' tensors there
-        names = {k for k in vars(module) if k[0] != "_" or "padding" in k} - {"training"}
-        self.settings = {name: vars(module)[name] for name in names}
+        self.settings = layers.settings_of(module)  # the model could put records' tensors there
         super().__init__(module)
 
     @torch.compiler.disable  # a backend would be given whole batches
@@ -324,7 +323,8 @@ class _Layer(ReplacedForward):
         own, is_changed = vars(self.module), False
         for name, value in self.settings.items():
             is_changed |= own.get(name) is not value
-        if is_changed or type(self.module).forward is not self.kind.forward:
+        is_changed |= type(self.module) is not self.type
+        if is_changed or self.type.forward is not self.kind.forward:
             raise StepError(_CHANGED.format(self.name), code="step-changed")
         try:
             return record_map.call_batched(self._record, given)

@@ -74,6 +74,12 @@ _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; the order of a float32 reduction changes less
 
 
+# Of a class, also if its metaclass computes attributes: whether it is written in Python, so that
+# operators, len() or hash() may run code of the caller's.
+flags_of: Any = type.__dict__["__flags__"].__get__
+IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
 @lru_cache(2048)
 def is_torchs(function: Any) -> bool:
     """Whether a function that torch passes to followed tensors, or to a mode, is torch's own and
@@ -83,6 +89,10 @@ def is_torchs(function: Any) -> bool:
     if function is torch.device:  # modes receive it, too
         return True
     kind, home = type(function), str(getattr(function, "__module__", ""))
+    if kind is FunctionType:  # a name can be given to any function, also to one in Tensor
+        places = {torch._jit_internal, sys.modules.get(home)} - {torch.overrides, None}
+        if all(vars(place) is not function.__globals__ for place in places):
+            return False
     own = function.__self__ if kind is MethodWrapperType else function
     if any(own is value for base in Tensor.__mro__ for value in vars(base).values()):
         return True

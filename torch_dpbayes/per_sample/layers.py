@@ -39,6 +39,7 @@ from .contributions import (
     trainable,
     weighted,
 )
+from .function_kinds import IN_PYTHON, flags_of
 
 # one call of a layer: its input, and the gradient of its output
 Call = tuple[Tensor, Tensor]
@@ -388,10 +389,16 @@ _CONV1D = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
 _PLAIN = (Tensor, nn.Parameter, type(None))
 
 
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes that torch's C++ functions read."""
+    found = {k: v for k, v in vars(module).items() if k[0] != "_" or "padding" in k}
+    return {k: v for k, v in found.items() if k != "training"}
+
+
 def is_known(module: nn.Module) -> bool:
     """Whether this is exactly a known kind of layer: it is trained, its weight is a parameter (and
-    not an attribute, as with torch's pruning), it has no code of its own, and no option that sees
-    the whole batch.
+    not an attribute, as with torch's pruning), it has no code of its own, also in its settings, and
+    no option that sees the whole batch.
     """
     kind: Any = type(module)
     theirs: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
@@ -410,6 +417,7 @@ def is_known(module: nn.Module) -> bool:
         and any(p is not None and p.requires_grad for p in module._parameters.values())
         and all(type(p) in _PLAIN for p in module._parameters.values())
         and not any(callable(getattr(kind, name, None)) for name in vars(module))
+        and not any(flags_of(type(v)) & IN_PYTHON for v in settings_of(module).values())
         and not sees_batch
     )
 

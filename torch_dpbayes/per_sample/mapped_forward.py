@@ -156,7 +156,8 @@ class MappedForward(ReplacedForward):
                 source.discard(())
             if self.is_checking:
                 raise
-            for t in _followed_in(args, kwargs):  # no second try: one record may cause the error
+            # no second try: one record may cause the error
+            for t in _followed_in(args, kwargs, targets):
                 t._batch.refusal = t._batch.refusal or "the forward pass failed"
             if isinstance(error, OutsideTensor) and error.tensor in set(self.module.parameters()):
                 raise StepError(COPIED, code="model-copied") from None

@@ -6,13 +6,14 @@
 book-keeping needs on the whole batch, leave the map (:meth:`RecordMap.call_batched`); they compute
 every row by itself.
 
-Deliberate ways out are not prevented: functorch's unwrapping (``torch.func.debug_unwrap``),
-switching torch functions off by a private name, and TorchScript, whose operators no mode sees.
+Deliberate ways out are not prevented: functorch's unwrapping (``torch.func.debug_unwrap``), other
+threads, switching torch functions off by a private name, and TorchScript, which no mode sees.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -35,9 +36,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
 from ..processes import Lock
-from .derived import LOOKS, holds_records, storage_of
-from .followed import name_of
-from .function_kinds import is_in_place, is_torchs
+from .derived import LOOKS, Derived, holds_records, storage_of
+from .followed import Followed, name_of
+from .function_kinds import IN_PYTHON, flags_of, is_in_place, is_torchs
 from .memory import OfOneMap, require_seen, shared, unwrapped
 from .nested import of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
@@ -81,6 +82,7 @@ _SEEDED = (
     "it calls torch.manual_seed, so the random numbers of a place in the batch are known: seed the"
     " program, not the model"
 )
+_DISPATCH = "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
 # Words in torch's errors about programs, which are not in errors about a record's values.
 _OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
 
@@ -177,13 +179,17 @@ class RecordMap(OfOneMap, TorchFunctionMode):
                 inside = [functorch._add_batch_dim(t, 0, level) for t in rows]
                 self._known = {id(t): weakref.ref(t) for t in inside}
                 for t in function(inside):
+                    if _len_torch_dispatch_stack() > 0:
+                        raise CannotBeMapped(_DISPATCH)
                     self.require(t)
                     whole = functorch._remove_batch_dim(t, level, self.records, 0)
                     found.append(whole if is_batchedtensor(t) else whole.clone())  # own memory
             finally:
                 self._level = None
-                torch._C._pop_torch_function_stack()
+                is_seen = torch._C._pop_torch_function_stack() is self
                 functorch._vmap_decrement_nesting()
+        if not is_seen:
+            raise CannotBeMapped("it enters or leaves a TorchFunctionMode: write a with block")
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
         if self._error is not None:
@@ -195,18 +201,19 @@ class RecordMap(OfOneMap, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # it has a meaning for whole batches only
-        if "memory_format" in kwargs and kwargs["memory_format"] in _LAYOUTS:
-            kwargs = {name: v for name, v in kwargs.items() if name != "memory_format"}
         if is_inner := functorch.maybe_current_level() != self._level:
             require_seen()
         if _len_torch_dispatch_stack() > 0:
-            raise CannotBeMapped(
-                "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
-            )
+            raise CannotBeMapped(_DISPATCH)
         if [*map(_seed_of, self._streams)] != self._seeds:
             raise CannotBeMapped(_SEEDED)
-        outside = _outside(func, (*args, *kwargs.values()), self)
+        # here the mode does not see code of the caller's: none may run
+        if flags_of(kind := type(func)) & IN_PYTHON and not _OPERATOR & {*map(id, type.mro(kind))}:
+            raise CannotBeMapped("it calls an object that is no function of torch")
+        outside = _outside(func, (*args, *kwargs, *kwargs.values()), self)
+        # it has a meaning for whole batches only
+        if "memory_format" in kwargs and kwargs["memory_format"] in _LAYOUTS:
+            kwargs = {name: v for name, v in kwargs.items() if name != "memory_format"}
         if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # it replaces this function while torch traces
@@ -241,6 +248,8 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         Raises:
             InnerTransform: the call comes from another transform inside the map.
         """
+        if _len_torch_dispatch_stack() > 0:
+            raise CannotBeMapped(_DISPATCH)
         level, outside = self._level, list[Tensor]()
         is_inner = level is None or functorch.maybe_current_level() != level
         for t in tensors:
@@ -435,8 +444,11 @@ _DRAWN = frozenset((torch.rand, torch.randn, torch.randint))
 _MADE = {torch.zeros, torch.ones, torch.full, torch.eye, *_DRAWN}
 _MADE |= {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
-_WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
+_OPERATOR = {id(torch._ops.OperatorBase), id(torch._ops.OpOverloadPacket)}
+# by identity: a metaclass may compare or hash
+_WITHOUT_CODE = set(map(id, (int, float, bool, str, type(None), torch.dtype, torch.device)))
+_CLASS_OF_FUNCTIONS = type(torch.autograd.Function)
+_name_of: Any = type.__dict__["__name__"].__get__  # a metaclass may compute it
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
@@ -510,11 +522,11 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
     # a custom function, or one inside it, may define its own rule for whole batches
     own: Any = args[0] if args and isinstance(func, torch._ops.HigherOrderOperator) else None
     is_function = isinstance(own, type) and issubclass(own, torch.autograd.Function)
-    if is_function and not own.__module__.startswith("torch."):
-        raise CannotBeMapped(
-            f"{own.__name__} is a custom autograd.Function: the library cannot see its rules for"
-            " whole batches"
-        )
+    if is_function and not (
+        own.__module__.startswith("torch.")
+        and getattr(sys.modules.get(own.__module__), own.__name__, None) is own
+    ):
+        raise CannotBeMapped(f"{own.__name__} is a custom autograd.Function: it may mix records")
 
 
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
@@ -545,16 +557,15 @@ def _require_public(outside: Tensor) -> None:
     """Refuse a tensor computed from records of other batches, or from several of this batch."""
     if holds_records(outside):
         raise CannotBeMapped(
-            "it uses a tensor that was computed from other or several records: leave it out, or"
-            " compute it from each record alone"
+            "it uses a tensor computed from other or several records: compute it from each alone"
         )
 
 
 def _outside(func: Any, values: Iterable[Any], own: OfOneMap) -> list[Tensor]:
     """Tensors among arguments, also in tuples and lists, that take no part in the map.
 
-    Refuses arguments that would run the caller's code below the map, or unseen by it: tensors with
-    their own code, and functions or objects that a torch function calls or converts to a number.
+    Refuses arguments that would run the caller's code below the map, or unseen by it: functions,
+    and objects of classes written in Python, also of subclasses of numbers, texts and lists.
     """
     found: list[Tensor] = []
     for value in values:
@@ -565,23 +576,21 @@ def _outside(func: Any, values: Iterable[Any], own: OfOneMap) -> list[Tensor]:
             else:
                 _require_public(value)
                 found.append(value)
-        elif kind in _WITHOUT_CODE:
+        elif id(kind) in _WITHOUT_CODE or value is Tensor or value is nn.Parameter:
             continue
         elif kind is slice:
             found += _outside(func, (value.start, value.stop, value.step), own)
-        elif isinstance(value, (tuple, list)) and kind.__iter__ in (tuple.__iter__, list.__iter__):
+        elif kind is list or (not flags_of(kind) & IN_PYTHON and issubclass(kind, tuple)):
             found += _outside(func, value, own)
-        elif isinstance(value, Tensor):
-            _require_public(value)
-            raise CannotBeMapped(
-                f"it computes with a {kind.__name__}, a tensor class with its own code: use plain"
-                " tensors"
-            )
-        elif not isinstance(value, (type, int, float, str)) and (
-            callable(value) or kind.__module__.partition(".")[0] not in _WITHOUT_CALLERS
+        elif kind is _CLASS_OF_FUNCTIONS and flags_of(type(func)) & IN_PYTHON:
+            continue  # _require_nothing_hidden looks at it
+        elif flags_of(kind) & IN_PYTHON or (
+            flags_of(value) & IN_PYTHON if isinstance(value, type) else callable(value)
         ):
+            if kind is Derived or kind is Followed:
+                _require_public(value)
             raise CannotBeMapped(
-                f"it passes a {kind.__name__} to {name_of(func)}, which may call it, and the"
-                " library cannot see what it does: call it yourself, and pass numbers"
+                f"it passes a {_name_of(kind)} to {name_of(func)}, and the library cannot see what"
+                " its code does: pass plain tensors, numbers and lists, and call functions yourself"
             )
     return found
