@@ -111,7 +111,7 @@ class Silent:
         return torch.zeros(size, dtype=dtype)
 
 
-def public_values(rank, kind, counts, iterations=25):
+def public_values(rank, kind, counts, iterations=15):
     options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
     is_alone = len(counts) == 1
     kernel = make(kind, 0.6 / len(counts) ** 0.5, alone=is_alone, **options)

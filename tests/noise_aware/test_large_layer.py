@@ -125,7 +125,7 @@ def test_residuals_of_a_right_law_have_uniform_p_values(monkeypatch):
     """Of releases made by the law at a true point, with second moments of features that differ like
     those that are drawn of them; with three times the noise they are small.
     """
-    monkeypatch.setattr(last_layer, "_CHECKED_STEPS", 15)  # the truth is near
+    monkeypatch.setattr(last_layer, "_CHECKED_STEPS", 6)  # the truth is near
     size, p_values, of_more_noise = 4, list[float](), list[float]()
     rows = rows_with(torch.eye(size, dtype=DOUBLE) / 12, 150)
     for _ in range(20):
