@@ -86,12 +86,3 @@ def test_a_private_number_of_records_decides_about_no_error_nor_its_text():
             assert caught.value.__cause__ is None
             texts.add(str(caught.value))
         assert len(texts) == 1
-
-
-def test_any_private_number_of_records_will_do():
-    for count in (0, 1, 19):
-        x, theta = torch.randn(count, 3), torch.randn(3)
-        density = RecordDensity(gaussian_rows, (x,), gradients=False, count_is_public=False)
-        assert density.num_records == count
-        expected = dist.Normal(theta, 0.5).log_prob(x).sum(1)
-        torch.testing.assert_close(density.log_likelihoods(theta), expected)

@@ -253,10 +253,7 @@ def test_a_record_that_is_not_a_number_or_fails_contributes_nothing(name, monkey
     "handler",
     [
         lambda: poutine.scale(scale=10.0),
-        lambda: poutine.mask(mask=False),
         lambda: poutine.condition(data={"m": torch.tensor(3.0)}),
-        poutine.uncondition,
-        poutine.trace,
     ],
 )
 def test_handlers_around_the_call_change_nothing(handler):

@@ -313,7 +313,7 @@ def test_rounding_is_no_dependence_on_other_rows():
             pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
     x = torch.randn(50, 11, dtype=torch.float32)
-    for _ in range(6):
+    for _ in range(3):
         made_up = made_up_for(model, x, torch.ones(50, dtype=torch.float32))
         made_up.theta[-1] = -made_up.theta[:-1].sum()
         Recorder(made_up, 1).programs(with_gradients=False)

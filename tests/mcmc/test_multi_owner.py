@@ -111,7 +111,7 @@ class Silent:
         return torch.zeros(size, dtype=dtype)
 
 
-def public_values(rank, kind, counts, iterations=25):
+def public_values(rank, kind, counts, iterations=15):
     options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
     is_alone = len(counts) == 1
     kernel = make(kind, 0.6 / len(counts) ** 0.5, alone=is_alone, **options)
@@ -299,10 +299,10 @@ def a_budget_ends(rank):
     endings = []
     for _ in range(2):
         accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else (30.0, 1e-5)))
-        fitting = accountant.remaining(GaussianDpEvent(20.0 * PRECISION**0.5 / SLOPE))
+        fitting = accountant.remaining(GaussianDpEvent(12.0 * PRECISION**0.5 / SLOPE))
         if endings:
             accountant.remaining = lambda event: 10
-        kernel = make("penalty", 20.0, accountant)
+        kernel = make("penalty", 12.0, accountant)
         endings.append(how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=10_000))
     return endings, fitting
 

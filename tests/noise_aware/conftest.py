@@ -15,7 +15,7 @@ def recorded_once(request):
     with pytest.MonkeyPatch.context() as patch:
         counts_matter = getattr(request.module, "COUNTS_MATTER", False)
         record_once(patch, records, for_any_count=not counts_matter)
-        patch.setattr(latents, "_DRAWS", 200)
+        patch.setattr(latents, "_DRAWS", 100)
         yield
 
 

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from small_models import BUDGET, SHORT, logistic
+from small_models import BUDGET, SHORT, coins, logistic
 from support.pyro_models import gaussian, weights
 from support.vmap_rule import Centred
 from torch import nn
@@ -273,7 +273,7 @@ def test_families_check_their_numbers():
 
 def of_groups(x, g, h, y):
     a = weights("a", 3)
-    gaussian(y, a[g] + a[h] * x[:, 0])
+    coins(a[g] + a[h] * x[:, 0], y)
 
 
 def first(tensor, *values):
@@ -283,13 +283,13 @@ def first(tensor, *values):
 
 
 ODD = first(X, [math.inf] * 2, [1e300] * 2, [0.0] * 2, [1.0] * 2)
+ODD_Y = first(Y, 0.0, 1.0, 2.0, math.nan)
 STATED = {"num_data": 50}
 # nothing raises, and draws are finite
 RECORDS = {
-    "some rows": (logistic, (ODD, first(Y, 0.0, 1.0, 2.0, math.nan)), BUDGET),
-    "rows of no such group": (
+    "some rows": (
         of_groups,
-        (first(X, [math.nan] * 2), first(LABELS, 7), first(LABELS, -1), Y),
+        (ODD, first(LABELS, 1, 2, 0, 1, 7), LABELS.index_fill(0, torch.tensor(5), -1), ODD_Y),
         BUDGET,
     ),
     "one row of a group": (of_groups, (X[:1], LABELS[:1], LABELS[:1], Y[:1]), BUDGET),

@@ -148,7 +148,8 @@ def test_warnings_come_with_small_p_values_alone():
 
 
 def test_draws_that_are_worth_nothing_do_not_say_that_the_prior_comes_back():
-    theta, weights = 0.01 * torch.randn(500, SIZE), torch.full((500,), 1 / 500)
+    latents, weights = latents_of(), torch.full((500,), 1 / 500)
+    theta = 0.01 * torch.randn(500, SIZE)
     for worth, scale, is_said in (
         (0.0, 1.0, 0),
         (0.0, 200.0, 0),
@@ -157,7 +158,7 @@ def test_draws_that_are_worth_nothing_do_not_say_that_the_prior_comes_back():
     ):
         draws = Draws(scale * theta, weights, 0.0, worth, 1.0 if is_said else math.inf, "chains")
         with warnings.catch_warnings(record=True, action="always") as told:
-            note_prior_width(draws, latents_of())
+            note_prior_width(draws, latents)
         assert len(told) == is_said
 
 

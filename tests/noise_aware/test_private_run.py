@@ -31,6 +31,13 @@ def gaussian_means(y):
         pyro.sample("y", dist.Normal(m, NOISE_STD).to_event(1), obs=y)
 
 
+@pytest.fixture
+def timed_chains(monkeypatch):
+    """Which would take very long."""
+    monkeypatch.setattr(drawing, "_GRADIENTS", 1e9)
+    monkeypatch.setattr(drawing, "_TIMED", 1)
+
+
 def test_shares_add_up_and_grow():
     run = {"dimension": 10, "num_data": 1000, "num_releases": 7, "has_numbers": True}
     split = plan_run(dpb.PrivacyAccountant(**BUDGET), None, None, num_ones=5, num_moments=3, **run)
@@ -72,6 +79,7 @@ def test_scores_are_taken_ever_nearer_to_the_mode():
     apart = [float((r.theta - y.mean(0)).norm()) for r in found.transcript.scores]
     # a posterior deviation is .2 at most
     assert apart[0] > 1.5 and max(apart[4:]) < 0.6
+    assert "mode was not reached" not in found.guarantee()
 
 
 @pytest.mark.chance(0.1, looks=6)
@@ -124,27 +132,25 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
     assert torch.equal(paths[0], paths[1]) and len(paths[0]) == 2
 
 
-def test_plan_reads_no_records():
+def test_plan_reads_no_records(timed_chains):
     x, g, y = grouped_data()
     accountant = dpb.PrivacyAccountant(**BUDGET)
     options = {"accountant": accountant, "num_simulated": 1000}
     found = plan(grouped, x * math.nan, g, y, num_data=500, **options)
-    assert not len(accountant) and found.clip_bound > 0 and found.seconds > 0
+    assert not len(accountant) and found.clip_bound > 0 and 0 < found.seconds < 1e4  # no chains
     assert bool((found.stddev < 1.2 * found.prior_stddev).all())
     more = plan(grouped, x, g, y, num_data=50_000, **options)
     assert float(more.stddev.mean()) < 0.3 * float(found.stddev.mean())
 
 
-@pytest.mark.parametrize("left", [1.9, 12.0])
-@pytest.mark.usefixtures("few_draws")
-def test_a_mode_that_was_not_reached_is_said(monkeypatch, left):
+def test_a_mode_that_was_not_reached_is_said(monkeypatch):
     """The search for it converges in right runs: 20 of 20 ended within .05 deviations."""
     search = inference.find_mode
     monkeypatch.setattr(
-        inference, "find_mode", lambda *given: search(*given)._replace(last_step=left)
+        inference, "find_mode", lambda *given: search(*given)._replace(last_step=12.0)
     )
     found = posterior(grouped, *grouped_data(), **BUDGET, **SHORT)
-    assert ("mode was not reached" in found.guarantee()) == (left > 2)
+    assert "mode was not reached" in found.guarantee()
 
 
 def with_scale(x, g, y):
@@ -157,13 +163,10 @@ def non_centred(x, g, y):
     gaussian(y, weights("m") + s * weights("a", 3)[g])
 
 
-def test_plan_counts_the_chains_of_a_hierarchical_prior_and_of_a_curve(monkeypatch):
+@pytest.mark.parametrize("model", [with_scale, non_centred])
+def test_plan_counts_the_chains_of_a_hierarchical_prior_and_of_a_curve(model, timed_chains):
     """By the time of a gradient, which is a millisecond or so."""
-    monkeypatch.setattr(drawing, "_GRADIENTS", 1e9)
-    monkeypatch.setattr(drawing, "_TIMED", 1)
-    for model in (grouped, with_scale, non_centred):
-        seconds = plan(model, *grouped_data(), **BUDGET, **SHORT).seconds
-        assert (seconds > 1e4) == (model is not grouped)
+    assert plan(model, *grouped_data(), **BUDGET, **SHORT).seconds > 1e4
 
 
 def test_a_posterior_holds_no_records():

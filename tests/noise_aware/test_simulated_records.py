@@ -94,7 +94,8 @@ def test_a_record_moves_a_sum_by_at_most_one():
 
 
 def test_clipped_is_never_longer_than_one():
-    rows = torch.randn(1000, 4) * torch.logspace(-200, 200, 1000)[:, None]
+    """Nor where the whitened row overflows."""
+    rows = torch.randn(1000, 4) * torch.logspace(-300, 308, 1000)[:, None]
     found = clipped(rows, torch.randn(4, 4))
     assert bool(found.isfinite().all()) and float(found.norm(dim=1).max()) <= 1.0
 
@@ -146,21 +147,17 @@ def law_of(model, *data, **latents):
     return noted.trace.nodes["targets"]["fn"]
 
 
-def test_a_log_variance_is_one():
+def test_targets_have_the_stated_scale():
+    """A log variance is one, several means have a target each, and the squared errors of a GLM have
+    the curvature 1/s² for features of norm 1.
+    """
     layer = LastLayer(torch.nn.Linear(2, 2, bias=False), "normal", 1.0)
     weight = torch.tensor([[0.0, 0.0], [math.log(9.0), 0.0]])
     law = law_of(layer, torch.ones(5, 2), torch.zeros(5), weight=weight)
     assert law.stddev.tolist() == pytest.approx([3.0] * 5)
-
-
-def test_several_means_have_a_target_each():
-    layer = LastLayer(torch.nn.Linear(2, 3), "normal", 1.0)
-    law = law_of(layer, torch.rand(7, 2), torch.zeros(7, 3))
+    means = LastLayer(torch.nn.Linear(2, 3), "normal", 1.0)
+    law = law_of(means, torch.rand(7, 2), torch.zeros(7, 3))
     assert law.batch_shape == (7,) and bool((law.variance == torch.ones(7, 3)).all())
-
-
-def test_a_gaussian_target_has_the_scale_of_its_glm():
-    """Of squared errors whose curvature is 1/s² for features of norm 1."""
     glm = dpb.ops.GLM("gaussian", noise_std=0.5, max_feature_norm=2.0)
     law = law_of(model_of(glm, 2), torch.zeros(3, 2), torch.zeros(3))
     assert law.stddev.tolist() == pytest.approx([0.5] * 3)

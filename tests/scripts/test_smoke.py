@@ -11,8 +11,6 @@ from compare_commits import differences
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 
-import torch_dpbayes as dpb
-
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 RESULTS = "--quick --results {0}/runs.jsonl"
@@ -74,25 +72,6 @@ def test_figures_of_a_page_are_made_once_and_a_failure_does_not_stop_the_others(
     commands["bad"] = "-c 1"
     assert script.main(given) == 0
     assert {path.name for path in out.iterdir()} == {"good.txt", "bad.txt"}
-
-
-def test_printed_tables_take_the_place_of_those_with_the_same_header():
-    page = (
-        "x (version 0.0.9, 2026-01-05).\n\n| a | b |\n|--|--|\n| 1 | 2 |\n\ntext\n\n"
-        "| c |\n|--|\n| 1 |\n| 2 |\n"
-    )
-    printed = [
-        "python one.py (0.1.0, 2026-02-01)\n\n| a | b |\n|---|---|\n| 3 | 4 |\n",
-        "python two.py (0.1.0, 2026-02-03)\nseed 1\n| a | b |\n|---|---|\n| 5 | 6 |\n\n"
-        "| c |\n|---|\n| 9 |\n\n| d |\n|---|\n| 9 |\n",
-    ]
-    new, left = import_module("figures").written(page, printed, True)
-    stamp = f"version {dpb.__version__}, 2026-02-01 to 2026-02-03"
-    rows = "| 1 | 2 |", "| 3 | 4 |\n| 5 | 6 |"
-    assert new == page.replace("version 0.0.9, 2026-01-05", stamp).replace(*rows)
-    assert left == ["| c |", "| d |"]  # has fewer rows than the page, has no place there
-    new, _ = import_module("figures").written(page, printed[:1], False)
-    assert "2026-01-05 to 2026-02-01" in new
 
 
 def test_all_programs_of_the_benchmark_pages_exist():
