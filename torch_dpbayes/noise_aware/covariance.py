@@ -261,8 +261,8 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
 
 
 def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
-    """Draws of G given a single look, with A = I, for matrices that are too large for a chain, with
-    an exact mean.
+    """Draws of G given a single look, for matrices that are too large for a chain, with an exact
+    mean. They take the noise as if A were I.
 
     Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
     Uᵀ diag(c) U, where U are the eigenvectors of diag(c) + E, given that diag(c) + E has the
@@ -270,10 +270,12 @@ def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     eigenvalues are near y. Each diagonal entry moves by the part of y − (its simulated eigenvalue)
     that is not noise. The remaining differences are spread equally, so that the trace is right.
     """
-    ((released, noise_std, _),) = looks
+    ((released, noise_std, onto),) = looks
     size = len(released)
     if size <= _FEW_COLUMNS:
         return gram_draws(looks, count)
+    if onto is not None:
+        released = torch.linalg.solve(onto, torch.linalg.solve(onto, released).mT)
     values, vectors = torch.linalg.eigh(released)
     own = _spectrum(values, noise_std)
     noisy = torch.diag(own) + noise_std * _symmetric_noise(count, size)
