@@ -263,13 +263,21 @@ def law_draws(
     looks = []
     for each in releases:
         apart = each.whitening @ (middle - each.centre)
-        released = each.products / n - torch.outer(apart, apart)
-        looks.append(Look(released, each.products_std / n, each.whitening))
+        released, noise = each.products / n - torch.outer(apart, apart), each.products_std / n
+        # an error e of W·mean moves this by aeᵀ + eaᵀ: scale a down until noise hides it
+        errors = torch.linalg.solve_triangular(root, each.whitening.T, upper=False)
+        length = apart.square().sum().clamp_min(1e-300)
+        kept = noise / (noise**2 + 2 * length * torch.linalg.matrix_norm(errors, 2) ** 2).sqrt()
+        scaled = torch.eye(len(middle)).double() - (1 - kept) / length * torch.outer(apart, apart)
+        looks.append(Look(scaled @ released @ scaled, noise, scaled @ each.whitening))
     with seeded(seed):
         matrices = matrices_of(looks, count)
         errors = torch.randn(count, len(middle), dtype=torch.float64)
     errors = torch.linalg.solve_triangular(root.T, errors.T, upper=True).T
     centres = torch.cat([middle[None], short(middle + errors)])
+    # columns may be collinear: a root of their covariance exists nevertheless
+    ridge = _RIDGE * matrices.diagonal(dim1=1, dim2=2).mean(1)
+    matrices = matrices + ridge[:, None, None] * torch.eye(len(middle)).double()
     matrices = torch.cat([matrices.mean(0, keepdim=True), matrices])
     # rows of norm 1 at most have second moments whose trace is 1 at most
     traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
