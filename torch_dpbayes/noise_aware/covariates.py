@@ -2,9 +2,10 @@ r"""Distributions of covariates: none, public rows, or a law that is released on
 
 Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
 x_i^\top` are released with noise. They are released again for rows that are centred and whitened by
-earlier releases, and shortened to a norm that 1 % of simulated rows exceed: noise then hides only
-what is small in these units (Biswas et al. 2020, "CoinPress: practical private mean and covariance
-estimation").
+earlier releases: noise then hides only what is small in these units (Biswas et al. 2020,
+"CoinPress: practical private mean and covariance estimation"). They are shortened to a norm C that
+the share z/n of simulated rows exceeds: E[‖b‖² − C²]₊ + C²z/n, the loss by shortening plus the
+noise, is least there (Amin et al. 2019, "Bounding user contributions").
 
 Simulated rows are Gaussian, and shortened to R like the real ones. The Gaussian is fitted so that
 the *shortened* rows have the released moments. Covariance matrices are drawn from their posterior
@@ -65,7 +66,6 @@ _RIDGE = 1e-9  # relative
 _MOST_BETWEEN = 0.99  # largest share of a variance between categories
 _MOST_COMBINATIONS = 10_000
 _LAWS_TRIED, _ROWS_TRIED = 32, 64  # simulated before the second release, rows for each law
-_SHORTENED = 0.01  # share of simulated whitened rows
 _GRID = 24  # points of ρ and of h
 _LEAST_COUNT = 1e-6
 _SWEEPS, _RAKINGS = 20, 20
@@ -307,7 +307,8 @@ def noisy_moments(
     for of_mean, of_products in multipliers:
         if found:
             laws = law_draws(found, num_data, _LAWS_TRIED, seed, matrices_of)
-            centre, whitening = _centre_and_whitening(laws, ridge, seed)
+            share = min(0.5, of_products / max(num_data, 1))
+            centre, whitening = _centre_and_whitening(laws, ridge, share, seed)
         own = short((rows - centre) @ whitening.T)
         total = own.sum(0) + of_mean * normal_numbers(size)
         products = with_symmetric_noise(own.T @ own, of_products)
@@ -316,9 +317,9 @@ def noisy_moments(
 
 
 def _centre_and_whitening(
-    laws: Sequence[tuple[Tensor, Tensor]], ridge: float, seed: int
+    laws: Sequence[tuple[Tensor, Tensor]], ridge: float, share: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """c, and W such that few simulated rows W·(x/R − c) are longer than 1."""
+    """c, and W such that this share of simulated rows W·(x/R − c) is longer than 1."""
     (centre, covariance), *others = laws
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp_min(_RIDGE * float(values.max())) + ridge
@@ -330,7 +331,7 @@ def _centre_and_whitening(
             normal = torch.randn(_ROWS_TRIED, len(mean), dtype=torch.float64)
             row = short(mean + (normal * spread.clamp_min(0.0).sqrt()) @ axes.T)
             norms.append(((row - centre) @ whitening.T).norm(dim=1))
-    return centre, whitening / float(torch.cat(norms).quantile(1 - _SHORTENED))
+    return centre, whitening / float(torch.cat(norms).quantile(1 - share))
 
 
 def shortened_draws(
