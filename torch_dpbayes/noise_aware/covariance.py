@@ -262,7 +262,7 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
 
 def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     """Draws of G given the last look, for matrices that are too large for a chain, with an exact
-    mean. For A = I:
+    mean. They are draws of AGAᵀ, transformed back; below, A = I.
 
     Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
     Uᵀ diag(c) U, where U are the eigenvectors of diag(c) + E, given that diag(c) + E has the
