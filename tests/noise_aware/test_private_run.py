@@ -74,11 +74,11 @@ def test_the_clip_bound_is_large_where_noise_is_small():
 
 
 def test_scores_are_taken_ever_nearer_to_the_mode():
-    y = PRIOR_STD + NOISE_STD * torch.randn(4000, 2)
+    y = 3 * PRIOR_STD + NOISE_STD * torch.randn(4000, 2)
     found = posterior(gaussian_means, y, epsilon=3.0, delta=1e-5, num_simulated=1000)
     apart = [float((r.theta - y.mean(0)).norm()) for r in found.transcript.scores]
-    # a posterior deviation is .2 at most
-    assert apart[0] > 1.5 and max(apart[4:]) < 0.6
+    # the median of few draws is .26 off; a posterior deviation is .2 at most
+    assert apart[0] > 4.0 and max(apart[4:]) < 0.6
     assert "mode was not reached" not in found.guarantee()
 
 
