@@ -118,7 +118,8 @@ def note_releases(p_values: Sequence[float]) -> list[str]:
         lines.append("  NOT A FIT   the releases contradict each other under this model")
         warn(
             f"the releases contradict each other under this model (p = {least:.1g}; false alarms:"
-            " up to 2 %): records do not follow the model, and intervals may be wrong."
+            " up to 2 %): records do not follow the model, or private rows are not Gaussian, and"
+            " intervals may be wrong."
         )
     return lines
 
