@@ -341,8 +341,8 @@ class PrivacyAccountant:
             self._turns.charge(event, parts, label, bool(adaptive))
         elif adaptive:
             raise ArgumentError(
-                "adaptive=True has no effect in an empty charge: write it in the first charge"
-                " of a release."
+                "this charge has no release, so adaptive=True has no effect: write it in the"
+                " first charge that has one."
             )
         return self
 

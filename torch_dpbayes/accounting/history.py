@@ -271,8 +271,9 @@ class History:
             )
         if rule is not None and any(isinstance(pair, pairs.Failure) for pair in need):
             raise PrivacyBudgetExceeded(
-                "adaptive charges and later jobs need a filter, and a release that may fail fits"
-                f" no filter: charge it to a separate accountant. {_NOTHING}"
+                "adaptive charges and later jobs need a filter, which accepts no FailureDpEvent (a"
+                f" release that fails with probability delta): charge it to a separate accountant."
+                f" {_NOTHING}"
             )
         if why := without_delta(pairs.added(self.counts, need), delta):
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
@@ -293,7 +294,7 @@ class History:
         raise PrivacyBudgetExceeded(
             f"charging {times} x {' and '.join(named)} would exceed the budget epsilon ="
             f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan"
-            f" fewer, or more noise ({planner}).{under}"
+            f" fewer releases, or more noise ({planner}).{under}"
         )
 
     def filtered(self, first: Pair, declared: bool) -> Budget | None:
@@ -466,8 +467,9 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
         is_row = isinstance(row, list | tuple) and len(row) == 5 and row[3] in get_args(Flag)
         if not (is_row and isinstance(row[1], int | float) and float(row[1]).is_integer()):
             raise ArgumentError(
-                "this is not the state of a PrivacyAccountant: a charge in it lacks a whole count,"
-                f" or the flag {' or '.join(get_args(Flag))}. Load what state_dict() returned."
+                "this is not the state of a PrivacyAccountant: a charge in it has no whole number"
+                f" as count, or no flag {' or '.join(get_args(Flag))}. Load what state_dict()"
+                " returned."
             )
         code, count, label, flag, job = row
         key = Key(events.decode(code), label or None, flag, job)

@@ -171,8 +171,8 @@ def selection_event(
     if math.isinf(epsilon):
         raise ArgumentError(
             "a run of this schedule has an infinite epsilon at this delta, and so has the"
-            " selection: pass a larger delta, or a schedule without failures and releases without"
-            " noise."
+            " selection: pass a larger delta, or remove failures and releases without noise from"
+            " the schedule."
         )
     selection = events.ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)])
     return events.UserLevelDpEvent(selection) if True in units else selection

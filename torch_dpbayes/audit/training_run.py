@@ -175,8 +175,8 @@ def one_run(
     LowerBound(bound, delta, confidence).require_enough(num_canaries, epsilon)
     if canaries is not None and (bound == "independent" or len(canaries) != num_canaries):
         raise AuditError(
-            f"canaries= must have num_canaries = {num_canaries} records, got {len(canaries)}; their"
-            ' losses depend on each other, so pass bound="gaussian"'
+            f"canaries= needs num_canaries = {num_canaries} records, got {len(canaries)}, and"
+            ' bound="gaussian" or "basic", because their losses depend on each other'
         )
     generator, engine, found = generator_of(seed), AuditedEngine(accountant), list[Array]()
     included = draw_inclusion(num_canaries, generator)

@@ -38,10 +38,10 @@ def private_clipped_fraction(
     This is charged.
 
     It takes one Poisson draw of the data and releases ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B``, ξ
-    ~ N(0, 1), clamped to [0, 1]. The indicator is a ramp from .995·C to 1.005·C: one added record
-    changes the rounding of all norms, and a jump would let it move many counts. The noise has the
-    standard deviation z/(2B). The random size of the draw adds an error that is at most as large as
-    the sampling error.
+    ~ N(0, 1), clamped to [0, 1]. The indicator rises linearly from .995·C to 1.005·C: an added
+    record changes the rounding of all norms, and with a jump this could change many counts. The
+    noise has the standard deviation z/(2B). The random size of the draw adds an error that is at
+    most as large as the sampling error.
 
     Args:
         module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is
@@ -130,8 +130,8 @@ def simulate_gradient_norms(
         ‖g_i‖₂ of all records, a float32 tensor.
 
     Raises:
-        ValueError: a private loader of this process, a loader over its data set or a
-            ``torch.utils.data.Subset`` of it, or batches of one.
+        ValueError: the loader is a private loader of this process, or it reads the data set of one
+            or a ``torch.utils.data.Subset`` of it.
 
     **Privacy.** Nothing is charged, so the records must be public or synthetic. Copies of private
     records are not recognised.

@@ -34,7 +34,7 @@ class PrivacyEngine:
     Args:
         accountant: the accountant that all steps are charged to. None: the first ``make_private``
             makes one; ``make_private_with_epsilon`` gives it the target as budget. If you pass a
-            built optimizer, its accountant is used: give this accountant a budget.
+            built optimizer, the optimizer's accountant is used: give that one the budget.
         process_group: the ranks that train one model together, such as
             ``torch.distributed.group.WORLD``; None: one process. Every rank makes the same calls
             with the same whole data set; batch sizes are for all ranks together. A ledger
@@ -174,9 +174,9 @@ class PrivacyEngine:
         While gradients are recorded, the model and all operations between its output and
         ``backward()`` run for each record alone: no record's gradient can depend on another record.
         The loader is replaced by one that draws every record independently at rate q = batch size /
-        number of records. Until ``backward()`` its batches and the model's outputs show the
-        expected batch size but no values. After the first batch, the model's buffers and frozen
-        parameters must not change.
+        number of records. Until ``backward()`` its batches and the model's outputs have the
+        expected batch size as length, and you cannot read their values. After the first batch, the
+        model's buffers and frozen parameters must not change.
 
         Args:
             module: the model, in training mode. The same object is returned, with hooks attached.
@@ -233,10 +233,10 @@ class PrivacyEngine:
         ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
         ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
         With ``user_ids`` the public constants are the number of users and the number of records,
-        counting at most ``records_per_user`` = k records of each user. They are public under
-        replace-one, too, although a replaced user may have more records. A step charges
-        ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
-        :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
+        counting at most ``records_per_user`` = k records of each user. Both are public
+        under replace-one, too, although the user who replaces another may have more records. A step
+        charges ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is
+        at :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
         given = dict(locals())  # before another name is bound
         del given["self"]

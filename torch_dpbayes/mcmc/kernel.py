@@ -392,10 +392,11 @@ class PrivateKernel(MCMCKernel):
         return OrderedDict(epsilon=epsilon) | {"step size": f"{self._scale:.2e}", "acc. rate": rate}
 
     def diagnostics(self) -> dict[str, Any]:
-        """Diagnostics of the running chain, else of the last run of :class:`MCMC` or the last chain
-        of Pyro's MCMC. They are the rate of noisy acceptances after warm-up (of the last chain; NaN
-        for parallel chains), the positions of draws after divergent moves, the noisy
-        log-likelihood ratios of all iterations, split R-hat and effective sample size.
+        """Diagnostics of the running chain. After the run: those of the last run of
+        :class:`MCMC`, or of the last chain of Pyro's MCMC. They are the rate of noisy acceptances
+        after warm-up (of the last chain; NaN for parallel chains), the positions of draws after
+        divergent moves, the noisy log-likelihood ratios of all iterations, split R-hat and
+        effective sample size.
         """
         after_warmup = self._log_ratios[self._warmup_steps :]
         return {

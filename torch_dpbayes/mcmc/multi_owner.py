@@ -6,9 +6,9 @@ nothing else that depends on its records. All ranks compute everything else alik
 randomness, so they draw the same samples.
 
 **Who sees what.** Each owner is protected against all others together, even if they read all
-messages, share what they saw, subtract their own sums and noise, or send arbitrary numbers. What an
-owner sends is the same Gaussian mechanism for every θ and θ'. Its own noise alone gives the noise
-multiplier of its charge, and its own accountant counts. The noise of the others also protects it
+messages, share what they saw, subtract their own sums and noise, or send arbitrary numbers. For
+every θ and θ', what an owner sends is the same Gaussian mechanism. An owner's accountant charges it
+for the owner's own noise alone. The noise of the others also protects it
 against those who see only the samples, but no ε includes this. The *samples* are right only if all
 owners follow the protocol.
 

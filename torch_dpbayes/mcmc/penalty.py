@@ -22,9 +22,9 @@ class DPPenalty(PrivateKernel):
     Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. σ is equal
     in both directions. So the stationary distribution is exactly the posterior if no ratio is
     clipped (Ceperley and Dewing 1999). d is the distance in unconstrained space, where the prior
-    has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4. It then accepts
-    23 % of small steps of equal length, and 28 % of Gaussian steps in 5 dimensions, 35 % in 2 and
-    44 % in one, because short steps have less noise.
+    has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4. Then 23 %
+    of small steps are accepted if all have the same length. Gaussian steps differ in length, and
+    short ones have less noise: 28 % of them are accepted in 5 dimensions, 35 % in 2, 44 % in one.
 
     Source: Yıldırım and Ermiş (2019), Algorithm 1; the clipped form is DP-penalty in Räisä, Koskela
     and Honkela (2021).

@@ -63,7 +63,8 @@ class Plan(NamedTuple):
     @property
     def reach(self) -> float:
         """The largest expected sum of the squared lengths of all moves, in unconstrained space:
-        1.33·k/v, or 1.30·k/v with DP-HMC's default jitter. For chains to mix, it must be well above
+        1.33·k/v, or 1.30·k/v with DP-HMC's default jitter, for k iterations, if the log acceptance
+        ratio of a move with length 1 has the variance v. For chains to mix, it must be well above
         10 times the sum of the posterior's variances. With J equal owners it is J times too large,
         because the noise of all owners counts.
 
@@ -81,9 +82,9 @@ class Plan(NamedTuple):
 
         Args:
             posterior_stddev: standard deviations in unconstrained space, one for each coordinate
-                that records read (other latents cost nothing): a tensor (these coordinates of the
-                ``unconstrained_stddev`` of a noise-aware posterior), tensors by site (of a pilot
-                run on public data), or a number for one coordinate.
+                in the likelihood (moves of other latents cost nothing): a tensor (these
+                coordinates of the ``unconstrained_stddev`` of a noise-aware posterior), tensors by
+                site (of a pilot run on public data), or a number for one coordinate.
             shaped: whether the mass matrix or the random walk will have the posterior's shape.
 
         Raises:

@@ -132,7 +132,8 @@ def covariance(
         x: ``[n, d]``, or ``[n, positions, d]``; each whole record is scaled down. A record with a
             number that is not finite counts as zero.
         accountant: charged before the release. The run that follows should use it, too.
-        noise_multiplier: z. 10 is 1/10-GDP: 1 % of the μ² of a run with μ = 1.
+        noise_multiplier: z. The release is (1/z)-GDP: at z = 10 it costs 1 % of the μ² of a run
+            with μ = 1.
         max_feature_norm: R, a public number. Records with a larger norm are scaled down to it.
 
     Raises:

@@ -115,9 +115,9 @@ def posterior(
             posterior is then conditional on their rows, and neighbours differ only in what one
             record observes: this needs replace-one.
         covariates: a public sample of rows in place of the private ones, a tensor for each
-            covariate. None: the distribution of private covariates is released with noise: mean
-            and products of rows of floats, their sums by category, counts of categories and
-            combinations.
+            covariate. None: statistics of the private covariates are released with noise: mean and
+            second moments of floats, counts of each category and of combinations, and sums of the
+            floats of each category.
         max_grad_norm: a clip bound of a record's score, which is then not whitened. None: chosen by
             simulation before each release.
         max_feature_norm: R; private rows of floats (all columns together, except constant ones) are
@@ -126,19 +126,22 @@ def posterior(
             The columns are set to this value for all records.
         num_releases: the number of score releases.
         num_simulated: number of records that are simulated for moments at the mode, at least 500.
-            None: 40,000, or more if their error matters.
+            None: 40,000, or more if the simulation's error is not small.
 
     Raises:
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
         PrivacyBudgetExceeded: the run would exceed the accountant's budget. Nothing is released.
 
-    **Privacy.** Everything is charged before the first release, one event for each:
+    **Privacy.** Everything is charged before the first release, by one ``GaussianDpEvent(z)`` for
+    each. In the list, the first sensitivity is for adding or removing a record, the second (in
+    brackets) for replacing one:
 
-    * each clipped sum of vectors with norm at most 1 in units of C: ``GaussianDpEvent(z)``,
-      sensitivity 1 when a record is added or removed (2 when one is replaced);
-    * three times mean and products of rows of floats, in units of their bound: 1 and 1 (2 and √2);
-    * sums of (1, x) by category and counts of combinations, one vector: √(2m + 1) (√(4m + 2)) for m
-      arguments that are categories; less if there are no floats or no combinations;
+    * each clipped sum, of vectors with norm at most 1 in units of C: 1 (2);
+    * three times the mean of the floats, in units of its bound: 1 (2); and three times their second
+      moments: 1 (√2);
+    * one vector with the counts of categories, the counts of combinations, and the sums of floats
+      of each category: √(2m + 1) (√(4m + 2)) for m arguments that are categories; less without
+      floats or combinations;
     * the number of clipped records at the end: 1 (1).
 
     Points, whitening matrices and clip bounds are computed from earlier releases. A record whose
@@ -216,8 +219,8 @@ class Forecast:
     """The expected result of a run.
 
     Attributes:
-        stddev: expected posterior standard deviations ``[d]`` of the latents that records read, in
-            unconstrained space, sites sorted by name. True values are drawn from the prior.
+        stddev: expected posterior standard deviations ``[d]`` of the latents in the likelihood,
+            in unconstrained space, sites sorted by name. True values are drawn from the prior.
         prior_stddev: standard deviations of the prior, ``[d]``.
         clip_bound: clip bound of whitened scores near the true values.
         noise_multiplier: noise multiplier of all releases of scores together.

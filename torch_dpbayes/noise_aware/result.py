@@ -31,8 +31,8 @@ class NoiseAwarePosterior:
     on the records only through charged releases.
 
     Attributes:
-        pareto_k: k̂ of the draws' weights, 0 if all are equal. Do not rely on draws with k̂ above
-            .7.
+        pareto_k: Pareto k̂ of the draws' importance weights; 0 if all weights are equal. Do not
+            rely on the draws if it is above .7.
         effective_sample_size: number of independent draws with the same precision.
         r_hat: the largest R̂ of Hamiltonian chains; 1 for independent draws.
         transcript: everything that was released.

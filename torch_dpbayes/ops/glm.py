@@ -45,8 +45,8 @@ class GLM(LinearModel):
 
     Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, because each
     record has one u. The gradient's Lipschitz constant is at most β R_x²: β = ¼ (Bernoulli), 1/s²
-    (Gaussian), ``max_count`` + C/R_x (Poisson: without clipping, e^u ≤ y + C/‖x‖). With several
-    predictors per record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
+    (Gaussian), ``max_count`` + C/R_x (Poisson: where nothing is clipped, e^u ≤ y + C/‖x‖). With
+    several predictors per record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
 
     Args:
         family: ``"bernoulli"`` (targets 0 and 1), ``"gaussian"`` or ``"poisson"``.

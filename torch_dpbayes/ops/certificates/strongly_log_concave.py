@@ -32,9 +32,10 @@ class StronglyLogConcave(Asserted, ExactDraw):
             which L and λ are derived. The sampled density has the clipped gradient (a Huber loss in
             the linear predictor).
         lipschitz: L, asserted for other models: the largest norm of the gradient of one record's
-            log likelihood over the whole support. It is not enforced, because in general no
-            density has the clipped gradient. Only the change of the log likelihood since the
-            chain's first point is clipped, to L times the distance.
+            log likelihood over the whole support. Gradients are not clipped to L, because in
+            general no density has the clipped gradient. Instead, a record's log likelihood is
+            clipped: from its value at the chain's first point it moves by at most L times the
+            distance.
         strength: λ, asserted: −log prior is λ-strongly convex, λ > 0, and every record's loss is
             convex, in the unconstrained space.
         warmup_steps: adaptive steps of the No-U-Turn sampler before the state that is released.
