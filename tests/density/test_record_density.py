@@ -217,6 +217,19 @@ def test_terms_and_gradients_are_those_of_pyro(name):
     torch.testing.assert_close(density.gradient_sum(theta, some), gradients[some].sum(0), **close)
 
 
+def test_rows_may_have_more_digits_than_latents_and_targets():
+    """For several rows Pyro computes the terms of Bernoulli targets in the targets' dtype."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(1).float(), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=w * x), obs=y)
+
+    x, y, theta = torch.randn(COUNT), torch.ones(COUNT).float(), torch.randn(1).float()
+    terms = RecordDensity(model, (x, y)).log_likelihoods(theta)
+    torch.testing.assert_close(terms, nn.functional.logsigmoid(x * theta).float())
+
+
 # -- records that are not numbers ------------------------------------------------------------------
 
 SPOILT = {
@@ -359,12 +372,17 @@ def showing_each_bit(x, w):
     return (10 * nn.functional.softplus(x * w).sum(1)).sin()
 
 
+def in_three_chunks(x, w):
+    return nn.functional.softplus(torch.mv(x, w) + (x[:, :1] * torch.zeros(500)).sum(1).float())
+
+
 @pytest.mark.parametrize(
     ("count", "left", "threads", "logits", "are_drawn"),
     [
         (96, slice(95), 1, torch.mv, False),
         (6401, slice(1, None), 1, torch.mv, False),
         (6401, slice(1, None), 3, torch.mv, False),
+        (6401, slice(1, None), 1, in_three_chunks, False),
         (9001, slice(1, None), 4, showing_each_bit, False),
         (9001, slice(1, None), 4, showing_each_bit, True),
     ],

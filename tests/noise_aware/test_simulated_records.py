@@ -75,6 +75,18 @@ def test_one_site_may_read_what_another_observes():
     assert float(torch.corrcoef(torch.stack([a, b]))[0, 1]) > 0.99
 
 
+def test_a_value_that_the_model_names_for_each_record_is_not_drawn():
+    def named(x, y):
+        w = weights("w")
+        with pyro.plate("data", len(y)):
+            mean = pyro.deterministic("mean", 50 + w * x)
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    records, x = records_of(named, torch.zeros(60), torch.zeros(60)), torch.randn(500)
+    _, y = records.simulate(torch.tensor([9.0]), {0: x}, 500, 1).rows()
+    assert float((y - 50 - 9 * x).abs().max()) < 7
+
+
 def test_a_record_moves_a_sum_by_at_most_one():
     """The sum is that of all records alone, and one that is not finite adds nothing."""
     x, y = data(8)

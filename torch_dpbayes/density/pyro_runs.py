@@ -185,13 +185,14 @@ def agree(ours: OfTheta, theirs: OfTheta, theta: Tensor, size: float = 0.0) -> b
 
 
 def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0, rounding: Tensor | float = 0.0) -> bool:
-    """Whether two results agree up to rounding in their dtype. ``size``: size of their summands,
+    """Whether two results agree up to rounding in their dtypes. ``size``: size of their summands,
     which may cancel. ``rounding``: a further tolerance, which is at most the usual one for numbers
     of size 1.
     """
     if a.shape != b.shape:
         return False
-    tolerance = 1e-9 if a.dtype == torch.float64 else 1e-4 if a.dtype == torch.float32 else 3e-2
+    eps = max(torch.finfo(result.dtype).eps for result in (a, b))
+    tolerance = 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else 3e-2
     scale = float(b.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
     scale = max(scale, size)
     besides = torch.as_tensor(rounding, device=b.device).nan_to_num(0.0).clamp(max=tolerance)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pyro import poutine
+from pyro.poutine.uncondition_messenger import UnconditionMessenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +50,14 @@ def shorten(norms_squared: Tensor, bound: float) -> Tensor:
 def short(rows: Tensor, bound: float = 1.0) -> Tensor:
     """Rows, or one row, scaled down to norm ``bound``."""
     return rows * shorten(rows.square().sum(-1, keepdim=True), bound)
+
+
+class _WithoutObservations(UnconditionMessenger):
+    """Draws what the model observes. Values that it only names (``pyro.deterministic``) stay."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["infer"].get("_deterministic"):
+            super()._pyro_sample(msg)
 
 
 class ModelRecords:
@@ -194,7 +202,7 @@ class ModelRecords:
 
     def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
         values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
-        model, arguments = poutine.uncondition(self._model), self.density.arguments
+        model, arguments = _WithoutObservations()(self._model), self.density.arguments
         with torch.no_grad(), without_value_checks(), seeded(seed):
             trace = trace_at(model, values, *arguments.with_rows(rows))
         in_model, result = arguments.in_model(rows), list(rows)
