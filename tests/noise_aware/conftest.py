@@ -20,12 +20,18 @@ def recorded_once(request):
 
 
 @pytest.fixture
-def few_draws(monkeypatch, recorded_once):
+def short_gram_chains(monkeypatch):
+    """Where draws of second moments may depend on each other."""
+    monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 10)
+    monkeypatch.setitem(gram_draws.__globals__, "_APART", 1)
+
+
+@pytest.fixture
+def few_draws(monkeypatch, recorded_once, short_gram_chains):
     """Where neither the width of a posterior nor the noise of covariates is looked at: importance
     draws, however good they are.
     """
     monkeypatch.setattr(inference, "_DRAWS", 200)
     monkeypatch.setattr(inference, "_LAWS", 2)
-    monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 10)
     monkeypatch.setattr(drawing, "LEAST_EFFECTIVE", 0.0)
     monkeypatch.setattr(drawing, "LARGEST_PARETO_K", math.inf)

@@ -83,6 +83,10 @@ def random_sign(y):
 
 X, Y = data()
 WITHOUT_A_NUMBER = replace(family(lambda y: y[None]), log_normalizer=torch.square)
+BRANCHING = replace(
+    family(lambda y: y[None]),
+    natural_parameters=lambda v: v["m"][None] if v["m"] > 9 else -v["m"][None],
+)
 LABELS = torch.randint(3, (N,))
 NET, SOFTMAX = nn.Linear(2, 1).double(), nn.Linear(2, 3).double()
 
@@ -237,7 +241,10 @@ REFUSED = {
     UnfitModel: UNFIT,
     ArgumentError: BAD_VALUES,
     ArgumentTypeError: BAD_TYPES,
-    RuntimeError: {"a vector for A": call(sufficient_statistics, WITHOUT_A_NUMBER, Y)},
+    RuntimeError: {
+        "a vector for A": call(sufficient_statistics, WITHOUT_A_NUMBER, Y),
+        "one at a time": call(sufficient_statistics, BRANCHING, Y),
+    },
     dpb.PrivacyBudgetExceeded: {
         "above the accountant's": of_logistic(accountant=held(1.0, 1e-5), epsilon=2.0)
     },

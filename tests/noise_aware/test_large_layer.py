@@ -29,12 +29,11 @@ def small_layers_count_as_large(monkeypatch):
 
 
 @pytest.fixture
-def short_chains(monkeypatch):
+def short_chains(monkeypatch, short_gram_chains):
     monkeypatch.setattr(last_layer, "_CHAINS", 2)
     monkeypatch.setattr(last_layer, "_KEPT", 4)
     monkeypatch.setattr(last_layer, "_SIMULATED", 500)
     monkeypatch.setattr(last_layer, "_CHECKED_STEPS", 10)
-    monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 10)
 
 
 def records(n=N, d=D, classes=K):

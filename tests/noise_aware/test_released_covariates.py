@@ -249,7 +249,7 @@ def test_a_covariance_is_as_uncertain_as_the_product_of_means():
     products = torch.tensor([[0.46, 0.0], [0.0, 0.02]])
     centre, eye = torch.zeros(2), torch.eye(2)
     moments = NoisyMoments(torch.tensor([0.6, 0.0]), 0.004, products, 0.001, centre, eye)
-    drawn = torch.stack([matrix for _, matrix in law_draws([moments], 1, 300, 1)[1:]])
+    drawn = torch.stack([matrix for _, matrix in law_draws([moments], 1, 150, 1)[1:]])
     wanted = torch.tensor([math.hypot(1, 4.8), math.hypot(0.71, 2.4), 1.0])
     ratios = 1000 * drawn.std(0)[[0, 0, 1], [0, 1, 1]] / wanted
     assert bool((ratios > 0.7).all()) and bool((ratios < torch.tensor([3.3, 1.3, 1.3])).all())

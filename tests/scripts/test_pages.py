@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pyro
@@ -171,8 +171,9 @@ def run(codes, names):
     return names
 
 
+@cache
 def trained():
-    """The names after the README's ten lines."""
+    """The names after the README's ten lines, whose objects several pages go on with."""
     return run(blocks(README, "python")[:1], digits())
 
 
