@@ -376,7 +376,7 @@ def table(rows: Sequence[Row]) -> list[Row]:
         if cell != "all":
             oracles = [row["oracle"] for row in some if row["oracle"] is not None]
             line["sd / oracle's"] = (
-                fmean(row["sd"] for row in some) / fmean(oracles) if oracles else None
+                f"{fmean(row['sd'] for row in some) / fmean(oracles):.2f}" if oracles else None
             )
         lines.append(line)
     return lines

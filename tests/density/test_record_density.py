@@ -230,6 +230,17 @@ def test_rows_may_have_more_digits_than_latents_and_targets():
     torch.testing.assert_close(terms, nn.functional.logsigmoid(x * theta).float())
 
 
+def test_terms_may_be_whole_numbers():
+    def model(x):
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.factor("f", (x > 0).long())
+
+    x = torch.randn(COUNT)
+    terms = RecordDensity(model, (x,), gradients=False).log_likelihoods(torch.zeros(1))
+    torch.testing.assert_close(terms, (x > 0).to(terms))
+
+
 # -- records that are not numbers ------------------------------------------------------------------
 
 SPOILT = {

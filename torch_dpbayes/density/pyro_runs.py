@@ -191,7 +191,8 @@ def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0, rounding: Tensor | flo
     """
     if a.shape != b.shape:
         return False
-    eps = max(torch.finfo(result.dtype).eps for result in (a, b))
+    # a factor may have whole numbers: they count as the default dtype
+    eps = max(torch.finfo(torch.result_type(result, 0.0)).eps for result in (a, b))
     tolerance = 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else 3e-2
     scale = float(b.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
     scale = max(scale, size)
