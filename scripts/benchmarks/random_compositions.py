@@ -634,13 +634,17 @@ def composition(
     start = time.process_time()
     epsilon = accountant.get_epsilon(delta)
     seconds = time.process_time() - start
+    failed = -math.expm1(log_none_failed)
+    # the failures alone exceed delta; of a selection the reference does not know how often it fails
+    if math.isinf(epsilon) and (failed >= delta or "selection" in kinds):
+        return composition(rng, wanted, replace)
     back = accountant.get_delta(epsilon) if epsilon > 0 else math.nan
     row = {
         "kinds": kinds, "relation": relation, "method": method, "unit": unit, "delta": delta,
         "epsilon": epsilon, "back": back, "seconds": seconds, "releases": described,
         "is_bound": any(kind in ("selection", *ONLY_RENYI) for kind in kinds),
     }  # fmt: skip
-    true_delta, slope, error = truth(laws, -math.expm1(log_none_failed), epsilon)
+    true_delta, slope, error = truth(laws, failed, epsilon)
     row |= {"true_delta": true_delta, "slope": slope, "error": error}
     claimed = delta if math.isnan(back) else min(delta, back)
     row["violated"] = bool(true_delta * (1 - error) > claimed * (1 + ROUND_OFF) + LEAST)
