@@ -46,6 +46,15 @@ def exact_divergence(noise, epsilon):
     return float(weight @ (np.exp(-(y**2) / 2) * inner)) / math.sqrt(2 * math.pi) / 2
 
 
+def test_an_added_record_costs_what_quadrature_says():
+    points, weight = quadrature(2, 9.0)
+    ratio, epsilon = ratios(points, 1.2), 0.5
+    delta = float(weight @ np.maximum(ratio - math.exp(epsilon), 0.0))  # a removal's is smaller
+    accountant = PrivacyAccountant()
+    accountant.compose(RandomAllocationDpEvent(2, GaussianDpEvent(1.2)))
+    assert delta * (1 - 1e-4) <= accountant.get_delta(epsilon) <= delta * (1 + 1e-3)
+
+
 @pytest.mark.parametrize("little", [False, True])
 def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one(
     little, replaced, monkeypatch
