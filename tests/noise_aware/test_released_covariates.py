@@ -185,7 +185,7 @@ def test_draws_given_little_noise_are_near_the_release():
 
 
 def test_a_gram_matrix_moves_with_its_level(monkeypatch):
-    settings = torch.tensor(-2.0), torch.tensor(1e-2)
+    settings = torch.full((4, 1, 1), -2.0), torch.full((4, 1, 1), 1e-2)
     monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)
     monkeypatch.setitem(gram_draws.__globals__, "_FACTOR", 0.0)  # the spread does not move alone
     found = gram_draws([Look(torch.eye(2), 100.0)], 3).diagonal(dim1=1, dim2=2)
@@ -196,8 +196,7 @@ def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
     """2,000 draws against sums over a grid of s and m."""
     size, numbers, wide = 3, 6, 4 * math.log(10.0) ** 2
     matrix = torch.diag(torch.tensor([0.3, -9.5, 4.0]))
-    draws = [_hyperparameters(matrix) for _ in range(2000)]
-    level, square = torch.stack([torch.stack(draw) for draw in draws]).T
+    level, square = (t.flatten() for t in _hyperparameters(matrix.double().expand(2000, 3, 3)))
     log_s, m = torch.cartesian_prod(torch.linspace(-2, 4, 400), torch.linspace(-30, 30, 500)).T
     total = (matrix.diagonal() - m[:, None]).square().sum(1)
     log_p = -numbers * log_s - total / (2 * (2 * log_s).exp()) - size * (2 * log_s).exp() / wide

@@ -51,6 +51,7 @@ _ROWS = 2_000
 _DECADE = math.log(10.0)  # τ₀
 _WARM_UP, _APART = 100, 10  # trajectories before the first draw, and between draws
 _LEAPFROG_STEPS = 8
+_CHAINS = 4
 _FACTOR = 0.5  # deviation of its logarithm
 _ACCEPTANCE = 0.8  # target of the step size in the warm-up (Beskos et al. 2013: .65 to .8)
 _GRID = 200
@@ -210,8 +211,8 @@ class Look(NamedTuple):
 
 
 def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
-    """Draws of G, ``[count, d, d]``, from its posterior. The chain starts where the last look
-    tells.
+    """Draws of G, ``[count, d, d]``, from its posterior, by a few chains. They start where the last
+    look tells.
     """
     released, noise_std, onto = looks[-1]
     size, eye = len(released), torch.eye(len(released), dtype=torch.float64)
@@ -219,46 +220,49 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     back = vectors if onto is None else torch.linalg.solve(onto, vectors)
     values, vectors = torch.linalg.eigh((back * values.clamp_min(noise_std)) @ back.T)
     logs = values.clamp_min(torch.finfo(torch.float64).tiny).log()
-    level, square = logs.mean(), logs.var(correction=0) + 1 / size**2
+    level = logs.mean().expand(_CHAINS, 1, 1)
+    square = (logs.var(correction=0) + 1 / size**2).expand(_CHAINS, 1, 1)
     given = [(vectors if a is None else a @ vectors, y, v**2) for y, v, a in looks]
     scales = [(a.square().sum(0), noise) for a, _, noise in given]
     curvature = _derivative(logs).square() * sum(torch.outer(q, q) / v for q, v in scales)
 
     def potential(matrices: Tensor) -> tuple[Tensor, Tensor]:
         """−log p and its gradient, in the eigenvectors at the start."""
-        if not bool(matrices.isfinite().all()):  # the step is far too long
-            return torch.full((1,), math.inf, dtype=torch.float64), matrices
-        own, basis = torch.linalg.eigh(matrices[0])
+        is_finite = matrices.isfinite().all(2).all(1)  # if not, the step is far too long
+        matrices = torch.where(is_finite[:, None, None], matrices, eye)
+        own, basis = torch.linalg.eigh(matrices)
         apart = matrices - level * eye
-        value, slope = apart.square().sum() / (2 * square), 0 * eye
+        value, slope = (apart.square() / (2 * square)).sum((1, 2)), 0 * eye
         for onto, released, noise in given:
             turned = onto @ basis
-            misfit = (turned * own.exp()) @ turned.T - released
-            value = value + misfit.square().sum() / (2 * noise)
-            slope = slope + turned.T @ misfit @ turned / noise
-        return value[None], basis @ (slope * _derivative(own)) @ basis.T + apart / square
+            misfit = (turned * own.exp()[:, None]) @ turned.mT - released
+            value = value + misfit.square().sum((1, 2)) / (2 * noise)
+            slope = slope + turned.mT @ misfit @ turned / noise
+        slope = basis @ (slope * _derivative(own)) @ basis.mT + apart / square
+        return torch.where(is_finite, value, math.inf), slope
 
-    # not at equal eigenvalues, where s = 0 holds the chain
-    apart = (1 / square + curvature).rsqrt() * _symmetric_noise(1, size)
+    # not at equal eigenvalues, where s = 0 holds the chains
+    apart = (1 / square + curvature).rsqrt() * _symmetric_noise(_CHAINS, size)
     result, step, place = [], 1.0, torch.diag(logs) + apart
-    for number in range(_WARM_UP + _APART * count):
+    for number in range(_WARM_UP + _APART * math.ceil(count / _CHAINS)):
         units = (1 / square + curvature).rsqrt().mul
-        states, momenta = States(place, *potential(place)), _symmetric_noise(1, size)
+        states, momenta = States(place, *potential(place)), _symmetric_noise(_CHAINS, size)
         now, chances = trajectory(states, momenta, step, _LEAPFROG_STEPS, potential, units, units)
         place = now.at
         if number < _WARM_UP:
-            step *= math.exp((float(chances) - _ACCEPTANCE) / math.sqrt(1 + number / 4))
-        level, square = _hyperparameters(place[0])
+            step *= math.exp((float(chances.mean()) - _ACCEPTANCE) / math.sqrt(1 + number / 4))
+        level, square = _hyperparameters(place)
         # s and L − mI by the same factor: given L, s would move by little
         before, (value, _) = (place, square), potential(place)
-        factor = math.exp(_FACTOR * float(torch.randn(())))
+        factor = (_FACTOR * torch.randn_like(square)).exp()
         place, square = level * eye + factor * (place - level * eye), factor**2 * square
-        gain = value - potential(place)[0] + size * (before[1] - square) / (4 * _DECADE**2)
-        if not float(gain) + math.log(factor) > float(torch.rand(()).log()):
-            place, square = before
+        gain = size * (before[1] - square) / (4 * _DECADE**2) + factor.log()
+        gain = gain.flatten() + value - potential(place)[0]
+        kept = (gain > torch.rand_like(gain).log())[:, None, None]
+        place, square = torch.where(kept, place, before[0]), torch.where(kept, square, before[1])
         if number >= _WARM_UP and (number - _WARM_UP) % _APART == _APART - 1:
-            result.append(vectors @ torch.linalg.matrix_exp(place[0]) @ vectors.T)
-    return torch.stack(result)
+            result.append(vectors @ torch.linalg.matrix_exp(place) @ vectors.T)
+    return torch.cat(result)[:count]
 
 
 def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
@@ -345,30 +349,32 @@ def _symmetric_noise(count: int, size: int) -> Tensor:
 
 
 def _derivative(logs: Tensor) -> Tensor:
-    """f ``[d, d]`` at eigenvalues of L; for equal ones, the limit of sinh(x)/x."""
-    half, mean = (logs[:, None] - logs) / 2, (logs[:, None] + logs) / 2
+    """f ``[..., d, d]`` at eigenvalues of L; for equal ones, the limit of sinh(x)/x."""
+    rows, columns = logs[..., :, None], logs[..., None, :]
+    half, mean = (rows - columns) / 2, (rows + columns) / 2
     ratio = torch.where(half.abs() < 1e-4, 1 + half.square() / 6, half.sinh() / half)
     return mean.exp() * ratio
 
 
-def _hyperparameters(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A draw of m and s² given L; s is drawn on a grid around its mode without priors."""
-    size = len(matrix)
+def _hyperparameters(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws of m and s², ``[C, 1, 1]``, given each L; s is drawn on a grid around its mode without
+    priors.
+    """
+    size = matrices.shape[1]
     free = size * (size + 1) / 2
-    trace, wide = matrix.trace() / size, 4 * _DECADE**2
-    apart = matrix - trace * torch.eye(size, dtype=torch.float64)
-    total = apart.square().sum()  # m is integrated out, which leaves D − 1
+    trace, wide = matrices.diagonal(dim1=1, dim2=2).mean(1)[:, None], 4 * _DECADE**2
+    apart = matrices - trace[:, None] * torch.eye(size, dtype=torch.float64)
+    total = apart.square().sum((1, 2))[:, None]  # m is integrated out, which leaves D − 1
     # a single number tells nothing of s: then the mode of the prior
     middle = (total / free).clamp_min(1e-300) if size > 1 else total + wide / 2
-    grid = torch.linspace(-6.0, 6.0, _GRID, dtype=torch.float64) / math.sqrt(free) + 0.5 * math.log(
-        middle
-    )
+    grid = torch.linspace(-6.0, 6.0, _GRID, dtype=torch.float64) / math.sqrt(free)
+    grid = grid + 0.5 * middle.log()
     squares, missed = (2 * grid).exp(), trace + math.log(size)
     spread = squares / size + wide  # the variance of the trace
     # ds = s d log s
     density = -total / (2 * squares) - (free - 2) * grid - size * squares / wide
     density = density - spread.log() / 2 - missed.square() / (2 * spread)
-    square = squares[torch.multinomial(density.softmax(0), 1)[0]]
+    square = squares.gather(1, torch.multinomial(density.softmax(1), 1))
     share = 1 / (1 + size * wide / square)  # of the prior in the level
-    error = (share * wide).sqrt() * torch.randn((), dtype=torch.float64)
-    return trace - share * missed + error, square
+    level = trace - share * missed + (share * wide).sqrt() * torch.randn_like(share)
+    return level[..., None], square[..., None]
