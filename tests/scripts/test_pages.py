@@ -127,7 +127,7 @@ def records(n=2000):
     pyro.clear_param_store()  # a guide takes nothing over from other tests
     x = F.normalize(torch.randn(n, 2)) * torch.rand(n, 1).sqrt()
     y = torch.bernoulli(torch.sigmoid(x @ torch.tensor([1.0, -1.0])))
-    return {"x": x, "y": y, "X": x, "X_test": x[:100]}
+    return {"x": x, "y": y, "X": x, "X_test": x[:100], "x_test": x[:100]}
 
 
 def digits():

@@ -275,7 +275,7 @@ def _(
             " Poisson sampling (PrivacyEngine.make_private)."
         )
     raise ArgumentError(
-        "an added record may change all of an unspecified batch: use"
+        "batches are unspecified, so an added record may change a whole batch: use"
         ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private. If no'
         " record decides whether another one is in a batch, charge"
         " RecordwiseBatchGaussianDpEvent."

@@ -135,7 +135,7 @@ def selection_epsilon(
     # 1 +- _DRAWING, and _UNSEEN counts on both sides
     least = delta * (1 - 1e-6) - 1e-25
     if least <= 0:
-        raise ArgumentError("delta of a selection must be at least 1e-24.")
+        raise ArgumentError(f"delta of a selection must be above 1e-25, got {delta:g}.")
     gamma, shape, largest = repetitions.gamma, repetitions.shape, 1.0
     # the mean that gamma has, which may differ from ``repetitions.mean``
     share = least / (_mean(gamma, shape) * (1 + _DRAWING))

@@ -225,7 +225,7 @@ class DPSVI:
         which raises ValueError if the accountant does not contain the charges of the saved run.
         """
         if self._density is not None:
-            raise StateError("call load_state_dict before the first step: build a new DPSVI.")
+            raise StateError("this DPSVI has already made a step: load the state into a new one.")
         with reading_state():
             self._saved = dict(state)
 

@@ -62,11 +62,11 @@ class Plan(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """The largest expected sum of the squared lengths of all moves, in unconstrained space:
-        1.33·k/v, or 1.30·k/v with DP-HMC's default jitter, for k iterations, if the log acceptance
-        ratio of a move with length 1 has the variance v. For chains to mix, it must be well above
-        10 times the sum of the posterior's variances. With J equal owners it is J times too large,
-        because the noise of all owners counts.
+        """The largest expected sum of the squared lengths of all moves, in unconstrained space. For
+        k iterations it is 1.33·k/v, or 1.30·k/v with DP-HMC's default jitter. Here v is the
+        variance of the log acceptance ratio of a move with length 1. For chains to mix, the reach
+        must be well above 10 times the sum of the posterior's variances. With J equal owners it is
+        J times too large, because the noise of all owners counts.
 
         Raises:
             ValueError: ``plan`` got no clip bounds.

@@ -74,7 +74,7 @@ class NoisyCovariance(NamedTuple):
     noise_std: float
 
     def whitening(self, floor: float = 0.3) -> Tensor:
-        r"""The matrix that makes the variances of all features about equal, judged by the release.
+        r"""The matrix that makes the features' variances, as the release shows them, about equal.
 
         .. math::
             W \propto \big(S_+ + \max(\phi \, \mathrm{tr} S / d, \; \sigma \sqrt{2d}) \,

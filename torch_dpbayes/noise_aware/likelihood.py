@@ -81,7 +81,7 @@ class Moments(NamedTuple):
 
 
 def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
-    """Moments of ``statistics`` ``[M, q]`` whose records have the scores ``found`` ``[M, d]``."""
+    """Moments of the ``statistics`` ``[M, q]`` of M records with scores ``found`` ``[M, d]``."""
     if is_paired:
         apart = (statistics[:-1:2] - statistics[1::2]) / math.sqrt(2)
         inner = (found[:-1:2] - found[1::2]) / math.sqrt(2)
@@ -107,7 +107,7 @@ class Simulator:
         self.num_data, self.count, self.seed = num_data, count, seed
 
     def at(self, theta: Tensor, count: int | None = None, batch: int = 0) -> Simulated:
-        """Records at θ; another ``batch`` has other random numbers."""
+        """Records simulated at θ. Each ``batch`` has its own random numbers."""
         count = self.count if count is None else count
         rows = self.covariates.rows(count, batch)
         density = self.records.simulate(theta, rows, count, self.seed + batch)

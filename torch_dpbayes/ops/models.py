@@ -63,8 +63,8 @@ class Model(ABC):
         """Raises, here or in :meth:`prepare`, unless the support of every latent is ℝ."""
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants | None:
-        """The constants with gradients clipped to ``max_grad_norm``; None if the caller must assert
-        them.
+        """The certificate's constants if gradients are clipped to ``max_grad_norm``; None if the
+        caller must assert them.
         """
         return None
 

@@ -183,7 +183,7 @@ class OnePosteriorSample:
 
         Raises:
             PrivacyBudgetExceeded: the draw would exceed the target or the accountant's budget.
-                Nothing is released, and nothing is charged unless others charge at the same time.
+                Nothing is released. A charge stays only if others charged at the same time.
             ValueError, TypeError: shapes do not fit. Nothing is charged.
 
         **Privacy.** The returned draw is released; its event is :attr:`event`.

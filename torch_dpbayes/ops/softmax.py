@@ -58,7 +58,7 @@ class Softmax(LinearModel):
 
     @property
     def num_classes(self) -> int:
-        """K."""
+        """K, the number of classes."""
         return self._num_classes
 
     @property

@@ -146,7 +146,7 @@ class DPSGFS(PrivateOptimizer):
 
     @property
     def sensitivity_scale(self) -> Tensor | None:
-        """F."""
+        """F, the scale of each parameter's gradient; None: all are 1."""
         return None if self._query.scale is None else self._query.scale.clone()
 
     def state_dict(self) -> dict[str, Any]:

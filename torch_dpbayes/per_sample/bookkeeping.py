@@ -222,8 +222,8 @@ class BookkeepingGradientSource(GradientSource):
                 found = record_map(of_one, rows, copies)
             if self.is_in_parts and drawn != numbers_outside():
                 raise CannotBeMapped(
-                    "it draws random numbers of Python or NumPy, and other parts of the batch get"
-                    " others: draw torch.rand(len(x)), or leave out BatchMemoryManager and ranks"
+                    "it draws random numbers of Python or NumPy, which differ between parts of a"
+                    " batch: draw torch.rand(len(x)), or leave out BatchMemoryManager and ranks"
                 )
         finally:
             self.record_map = None

@@ -63,8 +63,9 @@ class PosteriorSamples(Predictions):
         max_samples: the largest number of samples in memory, at least 2.
         noise_std: the standard deviation of a normal target, if the model returns means:
             ``math.sqrt(0.5)`` if the loss was ``MSELoss()``, s if it was ``MSELoss() / (2 *
-            s**2)``; a function for a learned one, ``lambda net: net.log_std.exp()``. Files contain
-            only numbers; set a function again, ``samples.noise_std = ...``.
+            s**2)`` (each times the number of targets); a function for a learned one, ``lambda net:
+            net.log_std.exp()``. Files contain only numbers; set a function again,
+            ``samples.noise_std = ...``.
 
     Raises:
         ValueError: an argument is out of range.
