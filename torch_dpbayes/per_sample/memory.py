@@ -84,6 +84,7 @@ class OfOneMap:
         for generation in (0, 2):  # most reference cycles are young
             if not [True for reference in self._known.values() if reference() is not None]:
                 return []
+            torch.clear_autocast_cache()  # it may hold casts of tensors of the map
             gc.collect(generation)
         return [t for reference in self._known.values() if (t := reference()) is not None]
 
