@@ -165,6 +165,11 @@ def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def with_traced_function():
+    swish = torch.jit.trace(lambda h: h * h.sigmoid(), X)
+    return zoo.Of(lambda net, x: net.layer(swish(x)), layer=mlp())
+
+
 def head():
     return nn.Linear(6, 3)
 
@@ -208,6 +213,7 @@ MODELS = {
     ),
     "max_norm": ("model-map", lambda: Words(max_norm=1.0), Words),
     "kept": ("model-kept", lambda: zoo.Of(keeping, layer=mlp()), mlp),
+    "a function in TorchScript": ("model-kept", with_traced_function, mlp),
     "torch.cond": (
         "model-map",
         lambda: zoo.Of(conditional, layer=mlp()),
