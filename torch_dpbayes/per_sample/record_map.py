@@ -508,7 +508,7 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             " torch.where(torch.arange(n) == index, value, x)"
         )
     if isinstance(func, _OPERATORS) and func not in _LIKE_FUNCTIONS:
-        raise CannotBeMapped(f"it calls operator {func}: write torch's own function, or leave it out")
+        raise CannotBeMapped(f"it calls operator {func}: write torch's function, or leave it out")
     if not (is_torchs(func) or isinstance(func, (torch._ops.OperatorBase, *_OPERATORS))):
         raise CannotBeMapped(f"{name} is not a function of torch: it may mix records")
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
