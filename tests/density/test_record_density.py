@@ -3,6 +3,7 @@
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pyro
@@ -33,6 +34,7 @@ from torch_dpbayes.density import (
     program,
     record_density,
 )
+from torch_dpbayes.density.pyro_runs import using_pyro
 from torch_dpbayes.per_sample.record_map import RecordMap
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -273,21 +275,38 @@ def test_a_record_that_is_not_a_number_or_fails_contributes_nothing(name, monkey
         assert clipped_ratio_sum(terms, others, bound) == pytest.approx(expected + float(odd))
 
 
+@contextmanager
+def using_modes(mode):
+    with mode, using_pyro:
+        yield
+
+
 @pytest.mark.parametrize(
     "handler",
     [
         lambda: poutine.scale(scale=10.0),
         lambda: poutine.condition(data={"m": torch.tensor(3.0)}),
+        lambda: using_modes(torch.autocast("cpu", torch.bfloat16)),
+        lambda: using_modes(torch.autograd.set_detect_anomaly(True)),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 def test_handlers_around_the_call_change_nothing(handler):
-    """They belong around the model: Pyro's MCMC.run keeps them away likewise."""
+    """They belong around the model: Pyro's MCMC.run keeps them away likewise. Nor do autocast and
+    anomaly detection, where all methods hold the lock on Pyro.
+    """
+    torch.set_default_dtype(torch.float32)  # autocast leaves float64 alone; the fixture resets it
     y, theta = normal(), torch.tensor([0.3])
 
+    def model(y):
+        m = weights("m")
+        gaussian(y, (torch.ones(len(y), 1) @ m.reshape(1, 1)).squeeze(-1))
+
     def numbers():
-        density = RecordDensity(lambda y: gaussian(y, weights("m")), (y,))
+        density = RecordDensity(model, (y,))
         terms = density.made_up.terms(theta, [y])
-        return density.log_likelihoods(theta), terms, density.prior.log_density(theta)
+        gradients = density.clipped_gradient_sum(theta, 1.0)
+        return density.log_likelihoods(theta), terms, density.prior.log_density(theta), gradients
 
     expected = numbers()
     with handler():

@@ -61,6 +61,12 @@ def weighted(out, y):
     return F.binary_cross_entropy_with_logits(out, y, weight=torch.arange(24.0).view(8, 3))
 
 
+def of_places(out, x):
+    """Which of its own places each is."""
+    pairs = (x[:, :, None] * out[:, None, :1]).flatten(0, 1)
+    return entropy(pairs.expand(-1, 6), torch.arange(6).repeat(len(x)))
+
+
 def unlike(out, y):
     with warnings.catch_warnings(action="ignore"):  # torch's, which few see
         return F.mse_loss(out, y)
@@ -80,6 +86,7 @@ LOSSES = {
         lambda out, x, y: F.l1_loss(out, x[:, :3], weight=torch.ones(8, 3)),
     ),
     "a weight for each place": ("loss-rows", lambda out, x, y: weighted(out, x[:, :3])),
+    "a label for each place": ("loss-rows", lambda out, x, y: of_places(out, x)),
     "two shapes": ("loss-mixes", lambda out, x, y: unlike(out[:, :1], x[:, 0])),
     "class weights": ("loss-divisor", lambda out, x, y: entropy(out, y, weight=torch.ones(3))),
     "lengths of CTC": ("loss-divisor", lambda out, x, y: F.ctc_loss(*ctc(out, y))),
@@ -158,6 +165,11 @@ def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def with_traced_function():
+    swish = torch.jit.trace(lambda h: h * h.sigmoid(), X)
+    return zoo.Of(lambda net, x: net.layer(swish(x)), layer=mlp())
+
+
 def head():
     return nn.Linear(6, 3)
 
@@ -201,6 +213,7 @@ MODELS = {
     ),
     "max_norm": ("model-map", lambda: Words(max_norm=1.0), Words),
     "kept": ("model-kept", lambda: zoo.Of(keeping, layer=mlp()), mlp),
+    "a function in TorchScript": ("model-kept", with_traced_function, mlp),
     "torch.cond": (
         "model-map",
         lambda: zoo.Of(conditional, layer=mlp()),

@@ -16,7 +16,9 @@ from helpers import (
     forced,
     gradients_of_records,
     loss_of,
+    mlp,
     on,
+    private,
     sum_of,
     weights_of,
 )
@@ -273,6 +275,34 @@ def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
     torch.testing.assert_close(norms.double(), norm, rtol=2**-8, atol=0)
     expected = clipped_rows(gradients, clip)
     assert float((found - expected).norm()) <= 2**-7 * float(norm.clamp(max=clip).sum())
+
+
+def frozen_batch_norm():
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 3))
+    return zoo.Of(lambda net, x: net.layers(x), layers=layers)
+
+
+def penalised():
+    """Inside the map autocast keeps casts of tensors for its block."""
+
+    def function(net, x):
+        slope = torch.func.vjp(lambda x: net.layer(x).sum(), x)[1](torch.ones(()))[0]
+        return net.layer(x) + slope.square().sum(-1, keepdim=True)
+
+    return zoo.Of(function, layer=mlp())
+
+
+@pytest.mark.parametrize("make", [frozen_batch_norm, penalised])
+def test_models_under_autocast(make):
+    """One step, checked and made under autocast; two passes in one block."""
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    with torch.autocast("cpu", torch.bfloat16):
+        net, optimizer, loader = private(make(), x, y)
+        for _ in range(2):
+            for a, b in loader:
+                F.cross_entropy(net(a), b).backward()
+                optimizer.step()
+    assert len(optimizer.accountant) == 2
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

@@ -5,7 +5,7 @@ whose errors depend on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pyro
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import UnfitModel as UnfitModel
 from ..noise import fresh_generator
+from ..per_sample.arithmetic import full_precision
 from ..processes import Lock
 
 Model = Callable[..., Any]
@@ -30,9 +31,30 @@ FLAVOURS = ("normal", "uniform", "binary", "counts")
 PERTURBED, _FEW = 8, 1e-5  # number and largest relative size of perturbations that show rounding
 
 
-# All threads share Pyro's stack of handlers and torch's global generator: only one thread at a time
-# may use them.
-using_pyro = Lock()
+class _UsingPyro(Lock):
+    """All threads share Pyro's stack of handlers and torch's global generator: only one thread at a
+    time may use them. Inside, autocast, reduced products and anomaly detection are off: recorded
+    programs would differ from the model, and one record's NaN would raise an error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> _UsingPyro:
+        super().__enter__()
+        self._entered.append(stack := ExitStack())
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(full_precision(torch.device(kind)))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().close()
+        super().__exit__(*error)
+
+
+using_pyro = _UsingPyro()
 
 
 class InvalidPoint(ArithmeticError):

@@ -74,8 +74,9 @@ class OfOneMap:
             t = get_unwrapped(t)
         if is_of_records and getattr(storage_of(t), _MAP, None) is not self:
             raise ModelError(
-                "the forward pass uses a tensor that an earlier one stored, or a parameter made of"
-                " records: return it instead, and leave out nn.Parameter()",
+                "the forward pass uses a tensor made by TorchScript (torch.jit), one that an"
+                " earlier pass stored, or a parameter made of records: leave these out, and return"
+                " such a tensor instead",
                 code="model-kept",
             )
 
@@ -84,6 +85,7 @@ class OfOneMap:
         for generation in (0, 2):  # most reference cycles are young
             if not [True for reference in self._known.values() if reference() is not None]:
                 return []
+            torch.clear_autocast_cache()  # it may hold casts of tensors of the map
             gc.collect(generation)
         return [t for reference in self._known.values() if (t := reference()) is not None]
 

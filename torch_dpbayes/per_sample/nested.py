@@ -252,9 +252,9 @@ def synthetic_row(t: Tensor) -> Tensor:
     return made
 
 
-def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Call ``run``, a function of torch, for all records. A record for which it fails gets NaN,
-    which counts as zero: no record stops a step.
+def of_those_that_run(run: Callable[..., Any], rows: Sequence[Tensor]) -> Any:
+    """Call ``run``, a function of torch, for all records. A record for which it fails gets NaN in
+    each result, which counts as zero: no record stops a step.
 
     Raises:
         Exception: the error of ``run``, if it fails for a synthetic record, too.
@@ -274,7 +274,7 @@ def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Ten
         return torch.where(where, value, t)
 
     found = run(*(put(s, t) for s, t in zip(spare, rows, strict=True)))
-    return put(math.nan, found) if found.is_floating_point() else found
+    return map_tensors(found, lambda t: put(math.nan, t) if t.is_floating_point() else t)
 
 
 def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:

@@ -290,7 +290,10 @@ class _Operation:
     ) -> Tensor:
         """CTC loss: torch computes it record by record, with records in dimension 1."""
         if not isinstance(log_probs, Followed) or log_probs._dim != 1 or log_probs.dim() != 3:
-            raise self.batch.refuse("ctc_loss takes log_probs of shape (time, records, classes)")
+            raise self.batch.refuse(
+                "ctc_loss takes log_probs of shape (time, records, classes)",
+                remedy="Return (records, time, classes) from the model, and .transpose(0, 1) after",
+            )
         whole = []
         for value in (log_probs, targets, input_lengths, target_lengths):
             if isinstance(value, (tuple, list)):
@@ -376,7 +379,8 @@ class _Operation:
 
     def _refused(self, failure: Exception) -> DPBayesError:
         """The error of a function that fails for all variants of its arguments."""
-        if any(self.batch.shown in v.shape for v in self.others):
+        sizes = [(v.shape, len(v) % self.batch.shown) for v in self.others if v.dim() and len(v)]
+        if any(rest == 0 or self.batch.shown in shape for shape, rest in sizes):
             return self.batch.refuse(
                 f"{self.name} gets a tensor with one row per record that is not computed from the"
                 " batch",
@@ -386,7 +390,7 @@ class _Operation:
         shown = re.sub(
             r"\d+",
             lambda n: str(int(n[0]) // PRIME * self.batch.shown or n[0]),
-            in_plain_words(failure),
+            in_plain_words(failure).rstrip("."),
         )
         return self.batch.refuse(f"{self.name}: {shown}", remedy=self.remedy())
 

@@ -267,6 +267,17 @@ def _of_any_size(t: Tensor) -> None:
         )
 
 
+def batch_norm(
+    input: Tensor, running_mean: Any = None, running_var: Any = None, *rest: Any, **options: Any
+) -> Tensor | None:
+    """Like ``F.batch_norm``, whose rule for vmap fails for mixed types, as under autocast."""
+    memory.statistics(1)(input, running_mean, running_var)
+    if running_mean is None or running_mean.dtype == input.dtype:
+        return None
+    wide = input.to(running_mean.dtype)
+    return F.batch_norm(wide, running_mean, running_var, *rest, **options).to(input.dtype)
+
+
 def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
     """Like ``torch.roll`` for a scalar, which vmap would exchange with another record's."""
     return input if input.dim() == 0 else None
@@ -354,7 +365,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.argwhere, Tensor.argwhere), _of_any_size),
     **dict.fromkeys((torch.bincount, Tensor.bincount), bincount),
     torch._pack_padded_sequence: lambda _, lengths, *__: _of_any_size(lengths),  # noqa: SLF001
-    F.batch_norm: memory.statistics(1),
+    F.batch_norm: batch_norm,
     **dict.fromkeys(
         (torch.batch_norm, torch.native_batch_norm, torch._native_batch_norm_legit),  # noqa: SLF001
         memory.statistics(3),

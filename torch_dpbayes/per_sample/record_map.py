@@ -40,7 +40,7 @@ from .derived import LOOKS, Derived, holds_records, storage_of
 from .followed import Followed, name_of
 from .function_kinds import IN_PYTHON, flags_of, is_in_place, is_torchs
 from .memory import OfOneMap, require_seen, shared, unwrapped
-from .nested import of_those_that_run
+from .nested import map_tensors, of_those_that_run
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
 _TORCHS_WORDS = {
@@ -238,9 +238,9 @@ class RecordMap(OfOneMap, TorchFunctionMode):
                 raise OutsideTensor(name_of(func), trained[0])
         return result
 
-    def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Leave the map for one call of ``run``: its arguments ``tensors`` and its result have
-        records in dimension 0. The result is NaN for a record for which ``run`` fails.
+    def call_batched(self, run: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """Leave the map for one call of ``run``: its arguments ``tensors`` and its results have
+        records in dimension 0. A result is NaN for a record for which ``run`` fails.
 
         A tensor that does not depend on the record is repeated for each record, so that its
         gradient has a row for each.
@@ -275,9 +275,13 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             raise
         finally:
             functorch.push_dynamic_layer_stack(stack)
-        result = functorch._add_batch_dim(result, 0, level)
-        self._known[id(result)] = weakref.ref(result)
-        return result
+
+        def inside_again(t: Tensor) -> Tensor:
+            t = functorch._add_batch_dim(t, 0, level)
+            self._known[id(t)] = weakref.ref(t)
+            return t
+
+        return map_tensors(result, inside_again)
 
     def _own(self, made: Tensor) -> Tensor:
         """Separate memory for each record: a model may write into it."""
@@ -299,7 +303,7 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return get_unwrapped(drawn).flatten()[0].clone().view(shape)
 
-    def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function that fails for some records, for example for one record's index.
         The program continues once for all records, so nothing in it shows which records failed.
         """
@@ -504,7 +508,7 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             " torch.where(torch.arange(n) == index, value, x)"
         )
     if isinstance(func, _OPERATORS) and func not in _LIKE_FUNCTIONS:
-        raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
+        raise CannotBeMapped(f"it calls operator {func}: write torch's function, or leave it out")
     if not (is_torchs(func) or isinstance(func, (torch._ops.OperatorBase, *_OPERATORS))):
         raise CannotBeMapped(f"{name} is not a function of torch: it may mix records")
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
