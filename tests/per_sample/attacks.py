@@ -420,6 +420,12 @@ ERRORS = {
     "no eigenvalues": lambda out, t: torch.linalg.eigh(
         torch.where(t > 50, torch.nan, out[:, 0])[:, None, None] * torch.diag(torch.arange(3.0))
     )[0].mean(),
+    "no complex eigenvalues": lambda out, t: (
+        torch.linalg.eig(
+            torch.where(t > 50, torch.nan, 1.0)[:, None, None] * torch.diag(torch.arange(3.0))
+        )[0].abs()
+        * out[:, :1]
+    ).mean(),
     "no factor": lambda out, t: (
         torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(3))[:, 0, 0] * out[:, 0]
     ).mean(),

@@ -274,7 +274,11 @@ def of_those_that_run(run: Callable[..., Any], rows: Sequence[Tensor]) -> Any:
         return torch.where(where, value, t)
 
     found = run(*(put(s, t) for s, t in zip(spare, rows, strict=True)))
-    return map_tensors(found, lambda t: put(math.nan, t) if t.is_floating_point() else t)
+
+    def without_failed(t: Tensor) -> Tensor:
+        return put(math.nan, t) if t.is_floating_point() or t.is_complex() else t
+
+    return map_tensors(found, without_failed)
 
 
 def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
