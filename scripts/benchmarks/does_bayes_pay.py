@@ -504,8 +504,6 @@ def figure(cell: dict[str, Row], column: str, end: str) -> str:
     """As the page has it: bold where the average's NLL is below DP-SGD's."""
     measure, who = column.split(": ")
     row = cell[ROWS.get(who, who) + end * (who in ("DP-SGD", "average"))]
-    if "RMSE" in row:
-        measure = {"ECE": "coverage", "accuracy": "RMSE"}.get(measure, measure)
     if (value := row.get(measure)) is None:
         return ""
     digits = {"accuracy": f"{100 * value:.1f}", "RMSE": f"{value:.2f}"}
@@ -514,11 +512,21 @@ def figure(cell: dict[str, Row], column: str, end: str) -> str:
     return f"**{text}**" if is_lower else text
 
 
-def beside(rows: Sequence[Row], columns: Sequence[str], end: str = "") -> list[Row]:
-    """A line for each data set, with the figures at each ε."""
-    lines = []
+def beside(
+    rows: Sequence[Row], columns: Sequence[str], end: str = "", regressions: bool = False
+) -> list[Row]:
+    """A line for each classification data set, or for each regression, with the figures at each
+    ε.
+    """
+    lines, names = [], [*columns]
+    if regressions:
+        others = {"NLL": "NLL", "ECE": "coverage", "accuracy": "RMSE"}
+        split = (column.split(":") for column in columns)
+        names = [f"{others[measure]}:{who}" for measure, who in split if measure in others]
     for (data,), some in grouped(rows, "data").items():
-        found = {k: [figure(cell, k, end) for cell in cells_of(some)] for k in columns}
+        if any("RMSE" in row for row in some) != regressions:
+            continue
+        found = {k: [figure(cell, k, end) for cell in cells_of(some)] for k in names}
         lines.append({"data": data} | {k: ", ".join(filter(None, v)) for k, v in found.items()})
     return lines
 
@@ -593,9 +601,15 @@ def main(arguments: list[str] | None = None) -> None:
         options.data, options.seeds = ["breast cancer"], 1
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     what, methods = options.what, defaultdict(lambda: ours, linear=linear)
-    calibrated = partial(beside, columns=CALIBRATED, end=", calibrated")
+    kept = partial(beside, columns=CALIBRATED, end=", calibrated")
     tables: dict[str, dict[str, Callable[[Sequence[Row]], Sequence[Row]]]] = {
-        "table": {"": partial(beside, columns=BESIDE), "Calibrated": calibrated, "Aims": aims},
+        "table": {
+            "": partial(beside, columns=BESIDE),
+            "Regressions": partial(beside, columns=BESIDE, regressions=True),
+            "Calibrated": kept,
+            "Regressions, calibrated": partial(kept, regressions=True),
+            "Aims": aims,
+        },
         "linear": {"": by_data},
         "temperature": {"": list, "Default": default},
     }

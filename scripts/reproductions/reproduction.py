@@ -276,6 +276,7 @@ def finish(
     if options.picture and panels is not None:
         draw(panels(rows), options.picture)
     for caption, lines in tables(rows).items():
-        print(f"\n{caption}\n\n{markdown(lines)}")
+        if lines:
+            print(f"\n{caption}\n\n{markdown(lines)}")
     print(f"\n{origin(runs)}")
     return rows
