@@ -16,8 +16,7 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.derived import Derived, holds_records
 from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
-from torch_dpbayes.per_sample.plain_functions import BY_ELEMENT, FUNCTIONS
-from torch_dpbayes.per_sample.record_map import RecordMap
+from torch_dpbayes.per_sample.plain_functions import FUNCTIONS
 
 
 def batch(records=3, shown=5):
@@ -255,22 +254,3 @@ def test_functions_in_place_of_torchs_give_its_results(how):
     for torchs, args, options in cases:
         found = FUNCTIONS[torchs](*args, **options)
         torch.testing.assert_close(found, torchs(*args, **options))
-
-
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: how["reduction"])
-def test_losses_inside_a_map_are_those_of_each_record(how):
-    labels = torch.tensor([0, 3, -100, 2, 1, 1]).view(2, 1, 3)
-    given = [(function, torch.randn(2, 1, 3), torch.rand(2, 1, 3)) for function in BY_ELEMENT]
-    given += [(F.cross_entropy, torch.randn(2, 1, 4, 3), labels)]
-    for function, *rows in given:
-        (found,) = RecordMap(2)(lambda row, of=function: [of(*row, **how)], rows)
-        each = [function(*row, **how) for row in zip(*rows, strict=True)]
-        torch.testing.assert_close(found, torch.stack(each))
-
-
-def test_counts_of_a_stated_length_are_those_of_each_record():
-    numbers, weights = torch.randint(4, (3, 5)), torch.rand(3, 5)
-    for rows in ([numbers], [numbers, weights], [numbers, numbers]):
-        (found,) = RecordMap(3)(lambda row: [torch.bincount(*row, minlength=4)], rows)
-        each = [torch.bincount(*row, minlength=4) for row in zip(*rows, strict=True)]
-        torch.testing.assert_close(found, torch.stack(each))

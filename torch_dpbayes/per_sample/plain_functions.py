@@ -162,16 +162,6 @@ def rms_norm(
     return (found if weight is None else found * weight).to(input.dtype)
 
 
-def rrelu(
-    input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
-) -> Tensor | None:
-    """Like ``F.rrelu``, which has no rule for vmap; None if it is in place."""
-    if inplace:
-        return None
-    slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
-    return torch.where(input <= 0, lower + (upper - lower) * slope, 1) * input
-
-
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
     """Like ``F.one_hot``, which reads the labels; zeros for a label that is not a class."""
     if num_classes < 1:
@@ -245,24 +235,12 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """Like ``torch.bincount``, without numbers from ``minlength`` on."""
-    if minlength < 1 or not (is_batchedtensor(input) or is_gradtrackingtensor(input)):
-        _of_any_size(input)
-        return None
-    places = (input.unsqueeze(-1) == torch.arange(minlength, device=input.device)).T
-    if weights is None:
-        return places.sum(1)
-    wide = weights if weights.is_floating_point() else weights.double()
-    return torch.where(places, wide, 0.0).sum(1)
-
-
-def _of_any_size(t: Tensor) -> None:
+def _of_any_size(t: Tensor, *_: Any, **__: Any) -> None:
     """Refuse results whose size depends on a record: they fail beside a record of another size."""
     if is_batchedtensor(t) or is_gradtrackingtensor(t):
         raise ModelError(
             "the size of a result depends on the record: write t != 0 for argwhere,"
-            " bincount(t, minlength=n), and a mask for a packed sequence",
+            " F.one_hot(t, n).sum(0) for bincount, and a mask for a packed sequence",
             code="model-map",
         )
 
@@ -363,7 +341,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch._is_all_true: _is_all_true,  # noqa: SLF001
     **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), memory.strided),
     **dict.fromkeys((torch.argwhere, Tensor.argwhere), _of_any_size),
-    **dict.fromkeys((torch.bincount, Tensor.bincount), bincount),
+    **dict.fromkeys((torch.bincount, Tensor.bincount), _of_any_size),
     torch._pack_padded_sequence: lambda _, lengths, *__: _of_any_size(lengths),  # noqa: SLF001
     F.batch_norm: batch_norm,
     **dict.fromkeys(
@@ -392,7 +370,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.gaussian_nll_loss: gaussian_nll,
-    F.rrelu: rrelu,
     **{cell: _cell(one_layer) for cell, _, one_layer in _RECURRENT},
     **{network: _recurrent(one_layer) for _, network, one_layer in _RECURRENT},
 }
