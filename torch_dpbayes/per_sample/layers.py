@@ -322,10 +322,6 @@ def _run_group_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
     return _torch.group_norm(x, module.num_groups, w, b, module.eps)
 
 
-def _run_instance_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
-    return _torch.instance_norm(x, w, b, None, None, True, 0.0, module.eps, True)
-
-
 Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]
 
 
@@ -365,9 +361,6 @@ KINDS: dict[type[nn.Module], Kind] = {
         (nn.LayerNorm, normalization, _run_layer_norm, _of_shape, True),
         (nn.RMSNorm, normalization, _run_rms_norm, _of_shape, True),
         (nn.GroupNorm, normalization, _run_group_norm, lambda _, given: len(given) - 1),
-        (nn.InstanceNorm1d, normalization, _run_instance_norm, 2),
-        (nn.InstanceNorm2d, normalization, _run_instance_norm, 3),
-        (nn.InstanceNorm3d, normalization, _run_instance_norm, 4),
     )
 }
 
@@ -406,10 +399,7 @@ def is_known(module: nn.Module) -> bool:
         if set(kind.forward.__code__.co_names) == _CONV1D:
             of = partial(linear, is_transposed=True)
             KINDS[kind] = Kind(of, _run_transposed, kind.forward, 1, True)
-    sees_batch = any(
-        getattr(module, option, None)
-        for option in ("max_norm", "scale_grad_by_freq", "track_running_stats")
-    )
+    sees_batch = any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq"))
     return (
         kind in KINDS
         and kind.forward is KINDS[kind].forward
