@@ -31,7 +31,6 @@ from .contributions import (
     PerRecord,
     Product,
     Tokens,
-    begun,
     beside,
     in_type,
     outer,
@@ -261,16 +260,16 @@ class Convolution(Product):
         norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         g = weighted(self.backprops, factor)
         if self.weight is not None and self.weight in out:
-            total, step = begun(out[self.weight], beta), len(g)
+            total, step = out[self.weight], len(g)
             if g.is_cpu:  # oneDNN adds up all positions of all records one after another
                 step = max(1, _IN_ORDER // g[0, 0].numel())
             for a, some in zip(self.inputs.split(step), g.split(step), strict=True):
                 total.add_(self.weight_gradient(a.to(g.dtype), some).flatten())
         if self.bias is not None and self.bias in out:
-            begun(out[self.bias], beta).add_(g.flatten(2).sum(2).sum(0))
+            out[self.bias].add_(g.flatten(2).sum(2).sum(0))
 
 
 def is_reduced(backprops: Tensor) -> bool:
