@@ -89,7 +89,7 @@ LOSSES = {
     "a label for each place": ("loss-rows", lambda out, x, y: of_places(out, x)),
     "two shapes": ("loss-mixes", lambda out, x, y: unlike(out[:, :1], x[:, 0])),
     "class weights": ("loss-divisor", lambda out, x, y: entropy(out, y, weight=torch.ones(3))),
-    "lengths of CTC": ("loss-divisor", lambda out, x, y: F.ctc_loss(*ctc(out, y))),
+    "lengths of CTC": ("loss-mixes", lambda out, x, y: F.ctc_loss(*ctc(out, y))),
     "noise": ("loss-rows", lambda out, x, y: entropy(out + torch.randn(len(x), 3), y)),
     "random numbers that mix": (
         "loss-mixes",
@@ -116,7 +116,6 @@ ADVICE = {
     "class weights": lambda out, x, y: entropy(
         out, y, weight=torch.ones(3), reduction="none"
     ).mean(),
-    "lengths of CTC": lambda out, x, y: F.ctc_loss(*ctc(out, y), reduction="none").mean(),
     "noise": lambda out, x, y: entropy(out + torch.randn_like(out), y),
 }
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import assert_sum, clipped, delivered, entropy, gradients_of_records, private, sum_of
@@ -46,14 +45,14 @@ def refused(work, *codes):
 
 @pytest.mark.chance(1e-6)
 @SOURCES
-@pytest.mark.parametrize("kind", [nn.Dropout, nn.RReLU, nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.RNN, nn.GRU, nn.LSTM])
 def test_random_numbers_differ_between_records(make, kind):
     """Of one record that comes twice; recurrent layers have dropout between two."""
     if is_recurrent := issubclass(kind, nn.RNNBase):
         layer = kind(6, 400, num_layers=2, dropout=0.5, batch_first=True)
         net = Of(lambda net, x: net.layer(x)[0][:, -1], layer=layer)
     else:
-        net = nn.Sequential(nn.Linear(6, 400), kind(0.2, 0.6) if kind is nn.RReLU else kind(0.5))
+        net = nn.Sequential(nn.Linear(6, 400), kind(0.5))
         nn.init.zeros_(net[0].weight)
         nn.init.constant_(net[0].bias, -1.0)
     source = make(net)
@@ -62,9 +61,6 @@ def test_random_numbers_differ_between_records(make, kind):
     out.mean().backward()
     differing = int((out[0] != out[1]).sum())
     assert differing > 100 and (kind is not nn.Dropout or differing < 300)  # 200 ± 10
-    if kind is nn.RReLU:
-        slopes = -out.flatten().detach().as_subclass(torch.Tensor)
-        assert scipy.stats.kstest(slopes.numpy(), "uniform", args=(0.2, 0.4)).pvalue > 1e-7
     source.remove()
 
 
@@ -125,7 +121,8 @@ def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused
 
 
 @MODES
-@pytest.mark.parametrize("padding", [None, 2, -3, "torch.embedding", "nn.Embedding"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("padding", [None, 2, -3, "torch.embedding", "nn.Embedding", "bag"])
 def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padding, mode):
     """In the map each record has a copy of the table, and the copies lie one behind another."""
 
@@ -137,6 +134,8 @@ def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padd
             return net.last(torch.embedding(net.table, x).mean(1))
         if padding == "nn.Embedding":
             return net.last(net.table(x).mean(1))
+        if padding == "bag":
+            return net.last(F.embedding_bag(x, net.table, padding_idx=2))
         return net.last(F.embedding(x, net.table, padding).mean(1))
 
     table = nn.Embedding(5, 6) if padding == "nn.Embedding" else nn.Parameter(torch.randn(5, 6))
@@ -643,6 +642,7 @@ REFUSED = {
     "fork": seeded_within,
     "seed at the end": lambda h: (torch.tanh(h), torch.manual_seed(0))[0],
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
+    "grad_fn": lambda h: h if h.grad_fn is None else h.tanh(),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),
     "equal": lambda h: h if torch.equal(h, h.round()) else -h,
@@ -655,7 +655,7 @@ REFUSED = {
         h + torch.batch_norm_update_stats(h.detach().T, ZERO, 1 - ZERO, 1.0)[0] + ZERO
     ),
     "number of places": lambda h: h * torch.argwhere(h[0] > h[0, 0]).shape[0],
-    "counts of any number": lambda h: h + torch.bincount((h[0] > 0).long()).sum(),
+    "counts of any number": lambda h: h + torch.bincount((h[0] > 0).long(), minlength=2).sum(),
     "packed sequence": lambda h: (
         h + nn.utils.rnn.pack_padded_sequence(h, (h == h).sum(1).cpu(), True)[0].sum()
     ),

@@ -40,10 +40,8 @@ class Contribution(ABC):
         """
 
     @abstractmethod
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
-        """out[p] ← beta·out[p] + Σ_i factor_i·g_i, where beta is 0 or 1, and 0 ignores what is in
-        ``out``, which is flat and has the type of ``factor``.
-        """
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        """out[p] ← out[p] + Σ_i factor_i·g_i; ``out`` is flat and has the type of ``factor``."""
 
     @abstractmethod
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -70,11 +68,11 @@ class PerRecord(Contribution):
     def norm(self) -> Tensor:
         return joined([row_norms(g) for g in self._rows.values()])
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         for p, g in self._rows.items():
-            if (found := out.get(p)) is None:
+            if (total := out.get(p)) is None:
                 continue
-            total, order = begun(found, beta), self._orders[p]
+            order = self._orders[p]
             if order is not None:
                 total = total.view(p.shape).permute(*(k - 1 for k in order))
             total.add_(_added_up(in_type(g, factor.dtype), factor).view(total.shape))
@@ -223,7 +221,7 @@ class Outer(Product):
         norms, sizes = (beside(f) for f in zip(*found, strict=True))
         return norms + LOST_IN_SPLIT * sizes if self._is_split else norms, sizes
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         whole = self.backprops, self.inputs, factor
         parts = pieces(self.backprops[0].numel(), *whole) if self._is_split else (whole,)
         for g, a, weights in parts:
@@ -236,16 +234,14 @@ class Outer(Product):
                 if 1 in weight.shape:  # BLAS adds up a vector's terms in order
                     rows, one = (a, g) if len(weight) == 1 else (g, a)
                     rows, one = in_type(rows, g.dtype), in_type(one[:, 0], g.dtype)
-                    begun(weight, beta).add_(_added_up(rows, one).view(weight.shape))
+                    weight.add_(_added_up(rows, one).view(weight.shape))
                 elif not self._is_split or g.dtype != torch.float32:
-                    weight.addmm_(g.t(), in_type(a, g.dtype), beta=beta)
+                    weight.addmm_(g.t(), in_type(a, g.dtype))
                 else:  # the factors in g stay exact
-                    begun(weight, beta)
                     for term in split(g):
                         weight.add_(arithmetic.product(term.t(), a))
             if self.bias is not None and (bias := out.get(self.bias)) is not None:
-                begun(bias, beta).add_(g.sum(0))
-            beta = 1.0
+                bias.add_(g.sum(0))
 
     def per_record(self) -> dict[Tensor, Tensor]:
         a, g = self.widened()
@@ -342,7 +338,7 @@ class Tokens(Contribution):
     def norm(self) -> Tensor:
         return row_norms(self.rows.reshape(self._number, -1))
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
             rows = weighted(self.rows, factor[self._records])
             if self._number > _IN_ORDER and arithmetic.machine_of(rows.device).has_double:
@@ -350,7 +346,7 @@ class Tokens(Contribution):
                 where = _first_places(self.tokens[None]).flatten()
                 total = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
                 rows = total.index_add_(0, where, rows.double()).to(rows.dtype)
-            begun(out[self.weight], beta).view(self.weight.shape).index_add_(0, self.tokens, rows)
+            out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
     def per_record(self) -> dict[Tensor, Tensor]:
         g = self.rows.view(self._number, -1, self.rows.shape[1])
@@ -407,8 +403,8 @@ class Tied(Product):
         self.linear.keep_only(keep)
         self.tokens.keep_only(keep)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
-        self.linear.add_sum(factor, out, beta)
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        self.linear.add_sum(factor, out)
         self.tokens.add_sum(factor, out)
 
 
@@ -481,11 +477,6 @@ def _first_places(tokens: Tensor) -> Tensor:
 def _lost_in_squares(t: Tensor) -> float:
     """An upper bound of the norm of a row of ``t`` whose squares underflow."""
     return math.sqrt(t.shape[-1]) * (1.5e-154 if t.dtype == torch.float64 else 1.1e-19)
-
-
-def begun(out: Tensor, beta: float) -> Tensor:
-    """``out`` for a sum that begins, if ``beta`` is 0, or continues."""
-    return out if beta else out.zero_()
 
 
 def weighted(rows: Tensor, factor: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import (
@@ -32,7 +31,6 @@ from torch._C import (
 from torch._tensor import _convert
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from ..errors import LossError, StepError
 
@@ -66,30 +64,10 @@ _READ = (
 )
 
 
-def for_numpy(self: Tensor, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Call a NumPy function with the values; a followed tensor raises an error if it has none."""
-
-    def as_array(value: Any) -> Any:
-        is_of_batch = hasattr(type(value), "is_of_batch")  # only these are converted
-        return np.asarray(value.detach().cpu()) if is_of_batch else value
-
-    args, kwargs = tree_map(as_array, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def for_ufunc(self: Tensor, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    return for_numpy(self, getattr(ufunc, method), (), args, kwargs)
-
-
-def rounded(self: Tensor, digits: int | None = None) -> float:
-    return round(self.item(), digits)
-
-
 class Derived(Tensor):
     """An ordinary tensor that was computed from records. Results computed from it are Derived."""
 
     is_of_batch = True
-    __array_function__, __array_ufunc__, __round__ = for_numpy, for_ufunc, rounded
 
     @classmethod
     @torch.compiler.disable

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
 from ..noise import PrivateRandomness
-from .derived import TWICE, Derived, as_plain, derived, for_numpy, for_ufunc, holds_records, rounded
+from .derived import TWICE, Derived, as_plain, derived, holds_records
 
 INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
@@ -122,7 +122,6 @@ class Followed(Tensor):
     _value: Callable[[], Tensor]
     _freed: Tensor | None = None
     is_of_batch = True
-    __array_function__, __array_ufunc__, __round__ = for_numpy, for_ufunc, rounded
 
     @staticmethod
     def __new__(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
 from .arithmetic import constant, full_precision, joined
-from .contributions import Contribution, PerRecord, begun, in_type, norms_of
+from .contributions import Contribution, PerRecord, in_type, norms_of
 from .followed import Batch, Followed
 
 VOUCHED = "as the user vouches (assume_independent_records=True)"
@@ -134,9 +134,9 @@ class GradientSource(ABC):
         parts = self._checked(named_parameters)
         sums: dict[Tensor, Tensor] = {}
         for (_, p), found in zip(named_parameters, out, strict=True):
-            sums[p] = found
+            sums[p] = found if beta else found.zero_()
         with full_precision(out[0].device):
-            return add_clipped(parts, max_grad_norm, sums, scale, second_moment, beta, self.spare)
+            return add_clipped(parts, max_grad_norm, sums, scale, second_moment, self.spare)
 
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
@@ -259,18 +259,11 @@ def add_clipped(
     out: Mapping[Tensor, Tensor],
     scale: Tensor | None = None,
     second_moment: Tensor | None = None,
-    beta: float = 1.0,
     spare: int = 0,
 ) -> int:
     """Add Σ_i clip(g_i) of some records to ``out``, a flat tensor for each parameter; returns how
     many records they are, without spare rows.
     """
-    if max_grad_norm < _WIDE_BELOW and next(iter(out.values())).dtype != torch.float64:
-        wide = {p: torch.zeros_like(o, dtype=torch.float64) for p, o in out.items()}
-        count = add_clipped(parts, max_grad_norm, wide, scale, second_moment, 1.0, spare)
-        for p, o in out.items():
-            begun(o, beta).add_(wide[p])
-        return count
     is_full = second_moment is not None and second_moment.dim() > 1
     if scale is not None or is_full:
         found = {p: g for part in parts for p, g in part.per_record().items()}
@@ -300,14 +293,16 @@ def add_clipped(
         factor = torch.where(kept, factor, 0.0)
         for part in parts:
             part.keep_only(kept)
-    in_sum = in_type(factor, next(iter(out.values())).dtype)
-    used: set[int] = set()
+    sums, dtype = out, next(iter(out.values())).dtype
+    if max_grad_norm < _WIDE_BELOW and dtype != torch.float64:
+        dtype = torch.float64
+        sums = {p: torch.zeros_like(o, dtype=dtype) for p, o in out.items()}
+    in_sum = in_type(factor, dtype)
     for part in parts:
-        part.add_sum(in_sum, out, beta)
-        used.update(map(id, part.parameters))
-    for p, o in out.items():
-        if id(p) not in used:  # no record's loss depends on it
-            begun(o, beta)
+        part.add_sum(in_sum, sums)
+    if sums is not out:
+        for p, o in out.items():
+            o.add_(sums[p])
     if second_moment is not None and is_full:
         rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
         clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)

@@ -31,7 +31,6 @@ from .contributions import (
     PerRecord,
     Product,
     Tokens,
-    begun,
     beside,
     in_type,
     outer,
@@ -261,16 +260,16 @@ class Convolution(Product):
         norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor], beta: float = 1.0) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         g = weighted(self.backprops, factor)
         if self.weight is not None and self.weight in out:
-            total, step = begun(out[self.weight], beta), len(g)
+            total, step = out[self.weight], len(g)
             if g.is_cpu:  # oneDNN adds up all positions of all records one after another
                 step = max(1, _IN_ORDER // g[0, 0].numel())
             for a, some in zip(self.inputs.split(step), g.split(step), strict=True):
                 total.add_(self.weight_gradient(a.to(g.dtype), some).flatten())
         if self.bias is not None and self.bias in out:
-            begun(out[self.bias], beta).add_(g.flatten(2).sum(2).sum(0))
+            out[self.bias].add_(g.flatten(2).sum(2).sum(0))
 
 
 def is_reduced(backprops: Tensor) -> bool:
@@ -322,10 +321,6 @@ def _run_group_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
     return _torch.group_norm(x, module.num_groups, w, b, module.eps)
 
 
-def _run_instance_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
-    return _torch.instance_norm(x, w, b, None, None, True, 0.0, module.eps, True)
-
-
 Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]
 
 
@@ -365,9 +360,6 @@ KINDS: dict[type[nn.Module], Kind] = {
         (nn.LayerNorm, normalization, _run_layer_norm, _of_shape, True),
         (nn.RMSNorm, normalization, _run_rms_norm, _of_shape, True),
         (nn.GroupNorm, normalization, _run_group_norm, lambda _, given: len(given) - 1),
-        (nn.InstanceNorm1d, normalization, _run_instance_norm, 2),
-        (nn.InstanceNorm2d, normalization, _run_instance_norm, 3),
-        (nn.InstanceNorm3d, normalization, _run_instance_norm, 4),
     )
 }
 
@@ -406,10 +398,7 @@ def is_known(module: nn.Module) -> bool:
         if set(kind.forward.__code__.co_names) == _CONV1D:
             of = partial(linear, is_transposed=True)
             KINDS[kind] = Kind(of, _run_transposed, kind.forward, 1, True)
-    sees_batch = any(
-        getattr(module, option, None)
-        for option in ("max_norm", "scale_grad_by_freq", "track_running_stats")
-    )
+    sees_batch = any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq"))
     return (
         kind in KINDS
         and kind.forward is KINDS[kind].forward

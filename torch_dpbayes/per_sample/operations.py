@@ -25,8 +25,8 @@ from ..noise import PrivateRandomness
 from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
-from .nested import map_tensors, of_those_that_run, two_rows
-from .plain_functions import FUNCTIONS, gaussian_nll, is_row_by_row, losses_at_once
+from .nested import map_tensors, two_rows
+from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
     CannotBeMapped,
     RecordMap,
@@ -257,21 +257,17 @@ class _Operation:
                 "loss-constant",
                 "For one logit write F.binary_cross_entropy_with_logits(out.squeeze(-1), y)",
             )
-        divides = name == "ctc_loss" or (
-            name in kinds.WEIGHTED and kwargs.get("weight") is not None
-        )
-        if how == "mean" and divides:
-            what, given = ("lengths", "...") if name == "ctc_loss" else ("weights", "..., weight=w")
+        if name == "ctc_loss":
+            raise batch.refuse("ctc_loss takes records in dimension 1, and reads their lengths")
+        if how == "mean" and name in kinds.WEIGHTED and kwargs.get("weight") is not None:
             raise batch.refuse(
-                f"{name} divides by the {what} of the records in the batch",
+                f"{name} divides by the weights of the records in the batch",
                 "loss-divisor",
-                f"Write F.{name}({given}, reduction='none').mean()",
+                f"Write F.{name}(..., weight=w, reduction='none').mean()",
             )
         self.kwargs = {**kwargs, "reduction": "none"}
         if (whole := self._at_once(kwargs)) is not None:
             rows = whole if how != "none" else whole.view(self.followed[1]._rows.shape)
-        elif name == "ctc_loss":
-            rows = self._ctc(*self.args, **kwargs)
         else:
             self.leaves, self.spec = flatten((self.args, self.kwargs))
             is_ours = name == "gaussian_nll_loss"
@@ -284,34 +280,6 @@ class _Operation:
         if how == "batchmean":
             return self._reduced(rows.flatten(1).sum(1) / rows.shape[1], "mean")
         return self._reduced(rows, how)
-
-    def _ctc(
-        self, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any
-    ) -> Tensor:
-        """CTC loss: torch computes it record by record, with records in dimension 1."""
-        if not isinstance(log_probs, Followed) or log_probs._dim != 1 or log_probs.dim() != 3:
-            raise self.batch.refuse(
-                "ctc_loss takes log_probs of shape (time, records, classes)",
-                remedy="Return (records, time, classes) from the model, and .transpose(0, 1) after",
-            )
-        whole = []
-        for value in (log_probs, targets, input_lengths, target_lengths):
-            if isinstance(value, (tuple, list)):
-                value = torch.tensor(value)
-            if isinstance(value, Followed):
-                whole.append(value.whole())
-            elif is_constant(value, self.batch):
-                whole.append(value[:1].expand(len(log_probs._rows), *value.shape[1:]))
-            else:
-                raise self.batch.refuse("ctc_loss: a target or length is not of this batch")
-        whole[:2] = [whole[0].movedim(1, 0), whole[1].reshape(len(whole[1]), -1)]
-        options["reduction"] = "none"
-
-        def run(log_probs: Tensor, *rows: Tensor) -> Tensor:
-            found: Tensor = FUNCTIONS[self.function](log_probs.movedim(0, 1), *rows, **options)
-            return found
-
-        return of_those_that_run(run, whole).unsqueeze(1)
 
     def _at_once(self, options: dict[str, Any]) -> Tensor | None:
         """The losses of all rows together, or None; needs records in dimension 0."""

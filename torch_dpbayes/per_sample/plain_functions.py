@@ -119,38 +119,6 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def embedding_bag(
-    indices: Tensor,
-    weight: Tensor,
-    *,
-    mode: str = "mean",
-    per_sample_weights: Tensor | None = None,
-    padding_idx: int | None = None,
-    **options: Any,
-) -> Tensor | None:
-    """Like ``F.embedding_bag`` for bags of equal length; None if torch refuses these options, or
-    if they mix records.
-    """
-    is_refused = per_sample_weights is not None and mode != "sum"
-    is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
-    is_refused |= options.get("scale_grad_by_freq", False) or indices.numel() == 0
-    if is_refused or mode not in ("sum", "mean", "max"):
-        return None
-    if (found := embedding(indices, weight)) is None:
-        found = F.embedding(indices, weight)  # (bags, places, numbers)
-    if per_sample_weights is not None:
-        found = found * per_sample_weights.unsqueeze(-1)
-    there = torch.ones_like(indices, dtype=torch.bool).unsqueeze(-1)
-    if padding_idx is not None:
-        there = (indices != padding_idx % len(weight)).unsqueeze(-1)
-    count = there.sum(1)
-    if mode == "max":
-        largest = torch.where(there, found, -math.inf).max(1).values
-        return torch.where(count > 0, largest, 0.0)
-    total = torch.where(there, found, 0.0).sum(1)
-    return total / count.clamp(min=1) if mode == "mean" else total
-
-
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Tensor:
@@ -160,16 +128,6 @@ def rms_norm(
     least = torch.finfo(wide.dtype).eps if eps is None else eps
     found = wide * (wide.square().mean(dims, keepdim=True) + least).rsqrt()
     return (found if weight is None else found * weight).to(input.dtype)
-
-
-def rrelu(
-    input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
-) -> Tensor | None:
-    """Like ``F.rrelu``, which has no rule for vmap; None if it is in place."""
-    if inplace:
-        return None
-    slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
-    return torch.where(input <= 0, lower + (upper - lower) * slope, 1) * input
 
 
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
@@ -245,24 +203,12 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """Like ``torch.bincount``, without numbers from ``minlength`` on."""
-    if minlength < 1 or not (is_batchedtensor(input) or is_gradtrackingtensor(input)):
-        _of_any_size(input)
-        return None
-    places = (input.unsqueeze(-1) == torch.arange(minlength, device=input.device)).T
-    if weights is None:
-        return places.sum(1)
-    wide = weights if weights.is_floating_point() else weights.double()
-    return torch.where(places, wide, 0.0).sum(1)
-
-
-def _of_any_size(t: Tensor) -> None:
+def _of_any_size(t: Tensor, *_: Any, **__: Any) -> None:
     """Refuse results whose size depends on a record: they fail beside a record of another size."""
     if is_batchedtensor(t) or is_gradtrackingtensor(t):
         raise ModelError(
             "the size of a result depends on the record: write t != 0 for argwhere,"
-            " bincount(t, minlength=n), and a mask for a packed sequence",
+            " F.one_hot(t, n).sum(0) for bincount, and a mask for a packed sequence",
             code="model-map",
         )
 
@@ -363,7 +309,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch._is_all_true: _is_all_true,  # noqa: SLF001
     **dict.fromkeys((torch.as_strided, Tensor.as_strided, torch.as_strided_copy), memory.strided),
     **dict.fromkeys((torch.argwhere, Tensor.argwhere), _of_any_size),
-    **dict.fromkeys((torch.bincount, Tensor.bincount), bincount),
+    **dict.fromkeys((torch.bincount, Tensor.bincount), _of_any_size),
     torch._pack_padded_sequence: lambda _, lengths, *__: _of_any_size(lengths),  # noqa: SLF001
     F.batch_norm: batch_norm,
     **dict.fromkeys(
@@ -376,7 +322,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{f: memory.layout(f) for f in (Tensor.stride, Tensor.dim_order)},
     F.embedding: embedding,
     torch.embedding: _table,
-    F.embedding_bag: embedding_bag,
     F.ctc_loss: _ctc(F.ctc_loss),
     torch.ctc_loss: _ctc(torch.ctc_loss),
     F.one_hot: one_hot,
@@ -392,7 +337,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.gaussian_nll_loss: gaussian_nll,
-    F.rrelu: rrelu,
     **{cell: _cell(one_layer) for cell, _, one_layer in _RECURRENT},
     **{network: _recurrent(one_layer) for _, network, one_layer in _RECURRENT},
 }

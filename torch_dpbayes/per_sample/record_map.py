@@ -41,7 +41,7 @@ from .followed import Followed, name_of
 from .function_kinds import IN_PYTHON, flags_of, is_in_place, is_torchs
 from .memory import OfOneMap, require_seen, shared, unwrapped
 from .nested import map_tensors, of_those_that_run
-from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
+from .plain_functions import FUNCTIONS
 
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
@@ -344,36 +344,10 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             return first
         if func is Tensor.__repr__ and is_of_records(first):
             return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
-        found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW else None
-        if found is None and func in FUNCTIONS:
-            found = FUNCTIONS[func](*args, **kwargs)
-            return self._own(found) if func is Tensor.new else found
-        return found
-
-    def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """A loss of one record, computed together with all others; None if this is impossible."""
-        options = {name: value for name, value in kwargs.items() if value is not None}
-        how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
-        if (
-            len(args) != 2
-            or how not in ("mean", "sum")
-            or not all(map(is_batchedtensor, args))
-            or any(isinstance(value, Tensor) for value in options.values())  # mapped or outside
-            or not options.keys().isdisjoint(("size_average", "reduce"))
-            or not is_row_by_row(func, args[0].shape, args[1].shape, options)
-        ):
+        if func not in FUNCTIONS:
             return None
-
-        def run(outputs: Tensor, labels: Tensor) -> Tensor:
-            found = losses_at_once(func, outputs, labels, options).reshape(len(outputs), -1)
-            if how == "mean" and of_labels:
-                counted = labels != options["ignore_index"]
-                return found.sum(1) / counted.flatten(1).sum(1)
-            return found.mean(1) if how == "mean" else found.sum(1)
-
-        with suppress(InnerTransform):
-            return self.call_batched(run, args)
-        return None
+        found = FUNCTIONS[func](*args, **kwargs)
+        return self._own(found) if func is Tensor.new else found
 
     def _attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **kw: Any
@@ -434,13 +408,19 @@ def is_of_records(t: Any) -> bool:
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_READS = LOOKS | {Tensor.grad_fn.__get__}  # type: ignore[union-attr]
 _LAYOUTS = (torch.channels_last, torch.channels_last_3d)
 # addbmm_ resizes if the sum is larger
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 # what torch.Tensor(2) and torch.Tensor([1.0]) call where make_fx records, and associative_scan
+# torch.profiler.record_function calls the last two
 _aten: Any = torch.ops.aten
-_LIKE_FUNCTIONS = (_aten.empty.memory_format, _aten.lift_fresh_copy.default, _aten.slice)
+_profiler: Any = torch.ops.profiler
+_LIKE_FUNCTIONS = (
+    *(_aten.empty.memory_format, _aten.lift_fresh_copy.default, _aten.slice),
+    *(_profiler._record_function_enter_new, _profiler._record_function_exit._RecordFunction),
+)
 _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted}
 _EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided, _LIKE_FUNCTIONS[0]}
 # what the second way makes in another way; the arguments of what is drawn hold no record's values
@@ -451,9 +431,9 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _OPERATOR = {id(torch._ops.OperatorBase), id(torch._ops.OpOverloadPacket)}
 # by identity: a metaclass may compare or hash
 _WITHOUT_CODE = set(map(id, (int, float, bool, str, type(None), torch.dtype, torch.device)))
+_WITHOUT_CODE.add(id(torch.ScriptObject))
 _CLASS_OF_FUNCTIONS = type(torch.autograd.Function)
 _name_of: Any = type.__dict__["__name__"].__get__  # a metaclass may compute it
-_ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
     *(torch._euclidean_dist, torch._weight_norm_interface, torch.batch_norm_update_stats),
@@ -470,7 +450,7 @@ _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
 _LOOKED_AT = frozenset((_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__))
 _LOOKED_AT |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _LOOKED_AT |= {torch.segment_reduce, *_OF_ALL_RECORDS, *_DIMENSIONS}
-_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _MADE | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS
+_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _MADE | FUNCTIONS.keys() | _READS
 
 
 @functools.lru_cache(4096)
@@ -521,8 +501,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         raise CannotBeMapped("max_norm changes its table in place, in every pass: leave it out")
     if func is torch.segment_reduce and {"unsafe", "offsets"} & kwargs.keys():  # without a check
         raise CannotBeMapped("segment_reduce may read other records: pass data, reduce, lengths=")
-    if func in LOOKS and is_of_records(args[0]):
-        raise CannotBeMapped(f"it reads a number from the records ({name}): compute with tensors")
+    if func in _READS and is_of_records(args[0]):
+        raise CannotBeMapped(f"it reads a number or node of records ({name}): compute with tensors")
     # a custom function, or one inside it, may define its own rule for whole batches
     own: Any = args[0] if args and isinstance(func, torch._ops.HigherOrderOperator) else None
     is_function = isinstance(own, type) and issubclass(own, torch.autograd.Function)
