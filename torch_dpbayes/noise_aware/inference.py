@@ -43,7 +43,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import LARGEST_DIMENSION, ModelRecords, log_likelihoods
+from .records import LARGEST_DIMENSION, POINTS, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
     NUM_MOMENTS,
@@ -264,7 +264,8 @@ def plan(
         is_curved = is_bent(near, setup.records)
         some = near.density
         seconds = _MOMENTS * seconds_of(lambda: simulator.local(latents.median, releases))
-        seconds += _DRAWS * seconds_of(lambda: log_likelihoods(some, latents.median))
+        few = latents.median.repeat(POINTS, 1)
+        seconds += _DRAWS / POINTS * seconds_of(lambda: log_likelihoods(some, few))
         if latents.is_hierarchical or is_curved:
             seconds += seconds_of_chains(latents, Moves(near) if is_curved else None)
     variances = torch.stack([scale.variances for scale in scales]).mean(0)
