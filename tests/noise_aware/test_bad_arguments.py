@@ -131,10 +131,6 @@ def of_large_layer(module, x, y, **options):
     return of_layer(module, x, y, "categorical", **options)
 
 
-def of_wide_layer(size, y):
-    return of_layer(nn.Linear(501, size), torch.zeros(N, 501), y, "normal")
-
-
 def of_covariance(**options):
     return covariance, (X,), options
 
@@ -181,7 +177,6 @@ UNFIT = {
     "a scale of its own": of_large_layer(Scaled(2, 3), X, LABELS),
     "size": of_large_layer(nn.Linear(801, 100), torch.zeros(2, 801), LABELS[:2]),
     "width": of_large_layer(nn.Linear(2001, 2), torch.zeros(2, 2001), LABELS[:2]),
-    "mean and log variance": of_wide_layer(2, Y),
 }
 BAD_VALUES = {
     "improper GLM": call(posterior, dpb.ops.GLM(prior_std=math.inf), X, Y),
@@ -207,8 +202,9 @@ BAD_VALUES = {
     "likelihood": of_layer(NET, X, Y, "poisson"),
     "prior_std": of_layer(NET, X, Y, prior_std=math.inf),
     "option of a large layer": of_large_layer(SOFTMAX, X, LABELS, public=[0]),
-    "fewer columns of targets": of_wide_layer(3, X),
-    "one target": of_wide_layer(1, Y[0]),
+    "more parameters than a regression may have": of_layer(
+        nn.Linear(501, 1).double(), torch.zeros(N, 501).double(), Y, "normal"
+    ),
     "fewer labels": of_large_layer(SOFTMAX, X, LABELS[1:]),
     "norm of features": of_large_layer(SOFTMAX, X, LABELS, max_feature_norm=-1.0),
     "releases of a layer": of_large_layer(SOFTMAX, X, LABELS, num_releases=51),
@@ -232,7 +228,6 @@ BAD_TYPES = {
     "family": call(sufficient_statistics, logistic, X, Y),
     "no module": of_layer(3, X, Y),
     "float labels": of_large_layer(SOFTMAX, X, Y),
-    "complex targets": of_wide_layer(1, Y + 1j),
     "no accountant": of_logistic(accountant=3),
     "no accountant of a covariance": of_covariance(accountant="mine"),
     "whole features": call(covariance, X.long()),

@@ -186,7 +186,7 @@ def posterior_for_module(
             ``"normal"`` (a mean, or K > 2 means, with variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
         options: as for :func:`posterior`. The inputs of the layer are the covariates. A layer of
-            classes or means with more than 50 parameters is sampled by Hamiltonian chains
+            classes with more than 50 parameters is sampled by Hamiltonian chains
             (:mod:`~torch_dpbayes.noise_aware.last_layer`) if the only options are the budget,
             ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
             (6,000 or more). Layers with more than 500 parameters allow no other options.
@@ -201,9 +201,8 @@ def posterior_for_module(
             targets = targets[:, 0]
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        is_known = likelihood == "categorical" or layer.linear.out_features != 2
-        is_special = is_known and OF_OTHER_MODELS.isdisjoint(options)
-        if likelihood != "bernoulli" and size > (SMALLEST if is_special else LARGEST_DIMENSION):
+        is_special = OF_OTHER_MODELS.isdisjoint(options)
+        if likelihood == "categorical" and size > (SMALLEST if is_special else LARGEST_DIMENSION):
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
