@@ -201,7 +201,9 @@ BAD_VALUES = {
     "no list of columns": of_logistic(constant_columns=1),
     "likelihood": of_layer(NET, X, Y, "poisson"),
     "prior_std": of_layer(NET, X, Y, prior_std=math.inf),
-    "option of a large layer": of_large_layer(SOFTMAX, X, LABELS, public=[0]),
+    "option of a large layer": of_layer(
+        nn.Linear(501, 2), torch.zeros(N, 501), LABELS, "categorical", public=[0]
+    ),
     "more parameters than a regression may have": of_layer(
         nn.Linear(501, 1).double(), torch.zeros(N, 501).double(), Y, "normal"
     ),
@@ -253,7 +255,6 @@ REFUSED = {
 def test_bad_arguments_are_refused_before_the_charge(kind, name, monkeypatch):
     door, args, options = REFUSED[kind][name]
     if options.get("likelihood") == "categorical":  # as a large layer
-        monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
         monkeypatch.setattr(inference, "SMALLEST", 0)
     monkeypatch.setattr(records, "_MOST_CATEGORIES", 50)
     options = {"accountant": held(1.0, 1e-5)} | options

@@ -43,7 +43,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import LARGEST_DIMENSION, POINTS, ModelRecords, log_likelihoods
+from .records import POINTS, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
     NUM_MOMENTS,
@@ -189,7 +189,7 @@ def posterior_for_module(
             classes with more than 50 parameters is sampled by Hamiltonian chains
             (:mod:`~torch_dpbayes.noise_aware.last_layer`) if the only options are the budget,
             ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
-            (6,000 or more). Layers with more than 500 parameters allow no other options.
+            (6,000 or more). Otherwise a layer may have at most 500 parameters.
 
     Raises: as for :func:`posterior`.
 
@@ -201,8 +201,8 @@ def posterior_for_module(
             targets = targets[:, 0]
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        is_special = OF_OTHER_MODELS.isdisjoint(options)
-        if likelihood == "categorical" and size > (SMALLEST if is_special else LARGEST_DIMENSION):
+        is_usual = OF_OTHER_MODELS.isdisjoint(options)
+        if likelihood == "categorical" and size > SMALLEST and is_usual:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)

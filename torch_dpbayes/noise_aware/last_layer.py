@@ -47,7 +47,6 @@ where they are called.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from scipy.stats import chi2
@@ -114,7 +113,6 @@ def posterior_of_large_layer(
     max_feature_norm: float = 1.0,
     num_releases: int = _NUM_RELEASES,
     num_simulated: int | None = None,
-    **others: Any,
 ) -> NoiseAwarePosterior:
     """:func:`.posterior_for_module` for a layer with many parameters.
 
@@ -124,11 +122,6 @@ def posterior_of_large_layer(
     score has a norm of at most 1. Features that are not finite count as zeros. A target that is not
     finite, or not a class, has a score of 0. Nothing else depends on records.
     """
-    if others:
-        raise ArgumentError(
-            f"leave out {', '.join(sorted(others))}= for a large last layer: its features are"
-            " private, and simulation chooses the clip bounds."
-        )
     (classes, width), prior_std = layer.linear.weight.shape, layer.prior_std
     if classes * width > _LARGEST:
         raise UnfitModel(
