@@ -46,7 +46,6 @@ from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import POINTS, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
-    NUM_MOMENTS,
     NUM_RELEASES,
     Mechanism,
     Transcript,
@@ -335,7 +334,6 @@ class Setup:
             num_releases=num_releases,
             has_numbers=self.shape is not None,
             num_ones=num_ones(self.categories, self.shape is not None),
-            num_moments=NUM_MOMENTS,
         )
         # before the charge: a model that fails costs nothing
         start = self.latents.median

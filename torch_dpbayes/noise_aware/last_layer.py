@@ -68,7 +68,6 @@ from .models import LastLayer
 from .records import shorten
 from .result import NoiseAwarePosterior
 from .run import (
-    NUM_MOMENTS,
     QUANTILES,
     Transcript,
     budget_of,
@@ -142,8 +141,16 @@ def posterior_of_large_layer(
     count = max(positive_count(simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)
     n = public_num_data(num_data, len(features), held)
-    sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
-    plan = plan_run(held, epsilon, delta, has_numbers=True, num_moments=NUM_MOMENTS, **sizes)
+    plan = plan_run(
+        held,
+        epsilon,
+        delta,
+        dimension=width,
+        num_data=n,
+        num_releases=num_releases,
+        has_numbers=True,
+        num_ones=0,
+    )
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
