@@ -131,10 +131,6 @@ def of_large_layer(module, x, y, **options):
     return of_layer(module, x, y, "categorical", **options)
 
 
-def of_wide_layer(size, y):
-    return of_layer(nn.Linear(501, size), torch.zeros(N, 501), y, "normal")
-
-
 def of_covariance(**options):
     return covariance, (X,), options
 
@@ -181,7 +177,6 @@ UNFIT = {
     "a scale of its own": of_large_layer(Scaled(2, 3), X, LABELS),
     "size": of_large_layer(nn.Linear(801, 100), torch.zeros(2, 801), LABELS[:2]),
     "width": of_large_layer(nn.Linear(2001, 2), torch.zeros(2, 2001), LABELS[:2]),
-    "mean and log variance": of_wide_layer(2, Y),
 }
 BAD_VALUES = {
     "improper GLM": call(posterior, dpb.ops.GLM(prior_std=math.inf), X, Y),
@@ -206,9 +201,12 @@ BAD_VALUES = {
     "no list of columns": of_logistic(constant_columns=1),
     "likelihood": of_layer(NET, X, Y, "poisson"),
     "prior_std": of_layer(NET, X, Y, prior_std=math.inf),
-    "option of a large layer": of_large_layer(SOFTMAX, X, LABELS, public=[0]),
-    "fewer columns of targets": of_wide_layer(3, X),
-    "one target": of_wide_layer(1, Y[0]),
+    "option of a large layer": of_layer(
+        nn.Linear(501, 2), torch.zeros(N, 501), LABELS, "categorical", public=[0]
+    ),
+    "more parameters than a regression may have": of_layer(
+        nn.Linear(501, 1).double(), torch.zeros(N, 501).double(), Y, "normal"
+    ),
     "fewer labels": of_large_layer(SOFTMAX, X, LABELS[1:]),
     "norm of features": of_large_layer(SOFTMAX, X, LABELS, max_feature_norm=-1.0),
     "releases of a layer": of_large_layer(SOFTMAX, X, LABELS, num_releases=51),
@@ -232,7 +230,6 @@ BAD_TYPES = {
     "family": call(sufficient_statistics, logistic, X, Y),
     "no module": of_layer(3, X, Y),
     "float labels": of_large_layer(SOFTMAX, X, Y),
-    "complex targets": of_wide_layer(1, Y + 1j),
     "no accountant": of_logistic(accountant=3),
     "no accountant of a covariance": of_covariance(accountant="mine"),
     "whole features": call(covariance, X.long()),
@@ -258,7 +255,6 @@ REFUSED = {
 def test_bad_arguments_are_refused_before_the_charge(kind, name, monkeypatch):
     door, args, options = REFUSED[kind][name]
     if options.get("likelihood") == "categorical":  # as a large layer
-        monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
         monkeypatch.setattr(inference, "SMALLEST", 0)
     monkeypatch.setattr(records, "_MOST_CATEGORIES", 50)
     options = {"accountant": held(1.0, 1e-5)} | options

@@ -169,3 +169,4 @@ def test_a_prior_far_off_is_reported():
     with pytest.warns(UserWarning, match="contradict the prior") as told:
         found = posterior_for_module(layer, torch.zeros(2000, 1), y, **options)
     assert "NOT LIKELY" in found.guarantee() and told[0].filename == __file__
+    assert found.noise_std == 1.0 and found.predict(layer, torch.zeros(7, 1)).shape == (7,)

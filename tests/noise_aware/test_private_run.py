@@ -40,7 +40,7 @@ def timed_chains(monkeypatch):
 
 def test_shares_add_up_and_grow():
     run = {"dimension": 10, "num_data": 1000, "num_releases": 7, "has_numbers": True}
-    split = plan_run(dpb.PrivacyAccountant(**BUDGET), None, None, num_ones=5, num_moments=3, **run)
+    split = plan_run(dpb.PrivacyAccountant(**BUDGET), None, None, num_ones=5, **run)
     squares = [z**-2 for z in split.scores]
     assert all(b / a == pytest.approx(1.8) for a, b in itertools.pairwise(squares))
     assert sum(z**-2 for z in split.scores) == pytest.approx(split.together**-2)

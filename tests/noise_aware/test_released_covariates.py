@@ -29,6 +29,7 @@ from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.likelihood import law_differences
 from torch_dpbayes.noise_aware.records import short
 from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
+from torch_dpbayes.noise_aware.run import plan_run
 
 pytestmark = pytest.mark.usefixtures("recorded_once", "double")
 
@@ -414,7 +415,7 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     """The noise of a single release hides small directions of the features: the mean law alone
     tells too much of them, by a fifth or more of the width.
     """
-    monkeypatch.setattr(inference, "NUM_MOMENTS", 1)
+    monkeypatch.setitem(plan_run.__globals__, "_NUM_MOMENTS", 1)
     monkeypatch.setattr(inference, "_DRAWS", 400)
     monkeypatch.setattr(inference, "_LAWS", 32)
     monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 30)

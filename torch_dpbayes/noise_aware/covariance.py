@@ -244,22 +244,27 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     # not at equal eigenvalues, where s = 0 holds the chains
     apart = (1 / square + curvature).rsqrt() * _symmetric_noise(_CHAINS, size)
     result, step, place = [], 1.0, torch.diag(logs) + apart
+    value, slope = potential(place)
     for number in range(_WARM_UP + _APART * math.ceil(count / _CHAINS)):
         units = (1 / square + curvature).rsqrt().mul
-        states, momenta = States(place, *potential(place)), _symmetric_noise(_CHAINS, size)
+        states, momenta = States(place, value, slope), _symmetric_noise(_CHAINS, size)
         now, chances = trajectory(states, momenta, step, _LEAPFROG_STEPS, potential, units, units)
         place = now.at
         if number < _WARM_UP:
             step *= math.exp((float(chances.mean()) - _ACCEPTANCE) / math.sqrt(1 + number / 4))
         level, square = _hyperparameters(place)
         # s and L − mI by the same factor: given L, s would move by little
-        before, (value, _) = (place, square), potential(place)
+        before = place, square, *potential(place)
         factor = (_FACTOR * torch.randn_like(square)).exp()
         place, square = level * eye + factor * (place - level * eye), factor**2 * square
+        after = place, square, *potential(place)
         gain = size * (before[1] - square) / (4 * _DECADE**2) + factor.log()
-        gain = gain.flatten() + value - potential(place)[0]
-        kept = (gain > torch.rand_like(gain).log())[:, None, None]
-        place, square = torch.where(kept, place, before[0]), torch.where(kept, square, before[1])
+        gain = gain.flatten() + before[2] - after[2]
+        kept = gain > torch.rand_like(gain).log()
+        place, square, value, slope = (
+            torch.where(kept.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+            for new, old in zip(after, before, strict=True)
+        )
         if number >= _WARM_UP and (number - _WARM_UP) % _APART == _APART - 1:
             result.append(vectors @ torch.linalg.matrix_exp(place) @ vectors.T)
     return torch.cat(result)[:count]

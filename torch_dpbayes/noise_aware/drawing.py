@@ -134,7 +134,7 @@ def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draw
     theta[:, latents.read] = places
     ratios = likelihood(theta) + latents.log_density(theta) - torch.cat(log_laws)
     weights, k_hat = smoothed(ratios)
-    theta = latents.with_unread(theta, latents.read)
+    theta = latents.with_unread(theta)
     return _weighted(theta, weights.exp(), k_hat, count, 1.0, "importance sampling")
 
 

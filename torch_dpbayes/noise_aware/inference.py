@@ -43,10 +43,9 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import LARGEST_DIMENSION, ModelRecords, log_likelihoods
+from .records import POINTS, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
-    NUM_MOMENTS,
     NUM_RELEASES,
     Mechanism,
     Transcript,
@@ -186,10 +185,10 @@ def posterior_for_module(
             ``"normal"`` (a mean, or K > 2 means, with variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
         options: as for :func:`posterior`. The inputs of the layer are the covariates. A layer of
-            classes or means with more than 50 parameters is sampled by Hamiltonian chains
+            classes with more than 50 parameters is sampled by Hamiltonian chains
             (:mod:`~torch_dpbayes.noise_aware.last_layer`) if the only options are the budget,
             ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
-            (6,000 or more). Layers with more than 500 parameters allow no other options.
+            (6,000 or more). Otherwise a layer may have at most 500 parameters.
 
     Raises: as for :func:`posterior`.
 
@@ -201,9 +200,8 @@ def posterior_for_module(
             targets = targets[:, 0]
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        is_known = likelihood == "categorical" or layer.linear.out_features != 2
-        is_special = is_known and OF_OTHER_MODELS.isdisjoint(options)
-        if likelihood != "bernoulli" and size > (SMALLEST if is_special else LARGEST_DIMENSION):
+        is_usual = OF_OTHER_MODELS.isdisjoint(options)
+        if likelihood == "categorical" and size > SMALLEST and is_usual:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
@@ -264,7 +262,8 @@ def plan(
         is_curved = is_bent(near, setup.records)
         some = near.density
         seconds = _MOMENTS * seconds_of(lambda: simulator.local(latents.median, releases))
-        seconds += _DRAWS * seconds_of(lambda: log_likelihoods(some, latents.median))
+        few = latents.median.repeat(POINTS, 1)
+        seconds += _DRAWS / POINTS * seconds_of(lambda: log_likelihoods(some, few))
         if latents.is_hierarchical or is_curved:
             seconds += seconds_of_chains(latents, Moves(near) if is_curved else None)
     variances = torch.stack([scale.variances for scale in scales]).mean(0)
@@ -335,7 +334,6 @@ class Setup:
             num_releases=num_releases,
             has_numbers=self.shape is not None,
             num_ones=num_ones(self.categories, self.shape is not None),
-            num_moments=NUM_MOMENTS,
         )
         # before the charge: a model that fails costs nothing
         start = self.latents.median

@@ -1,18 +1,18 @@
-r"""The posterior of a last layer with thousands of parameters, by Hamiltonian Monte Carlo.
+r"""The posterior of a last layer of classes with thousands of parameters, by Hamiltonian chains.
 
-For features x, which include a constant 1, and weights W ``[K, d]``, a target t has the mean μ(Wx),
-and a record's score is :math:`(t - \mu) x^\top` (:mod:`~torch_dpbayes.noise_aware.layer_scores`).
-With a matrix A for the features and one clip bound C_j for all outputs of a record, a run releases
-the law of the features and, at points W_j,
+For features x, which include a constant 1, and weights W ``[K, d]``, a label t = e_y has the mean μ
+= softmax(Wx), and a record's score is :math:`(t - \mu) x^\top`. With a matrix A for the features
+and one clip bound C_j for all outputs of a record, a run releases the law of the features and, at
+points W_j,
 
 .. math:: T_j = \sum_i c_j(x_i, t_i) + z_j \Xi_j, \qquad c_j(x, t) = s_j (t - \mu_j)(Ax)^\top,
           \quad s_j = \min\Big(\frac{1}{C_j}, \frac{1}{\|t - \mu_j\| \|Ax\|}\Big)
 
 Given W, all T_j together are N(n m(W), n S + V). The moments are simulated as in
-:mod:`~torch_dpbayes.noise_aware.likelihood`, but the mean over targets is exact,
+:mod:`~torch_dpbayes.noise_aware.likelihood`, but the mean over labels is exact,
 
 .. math:: m_j(W) = \frac1M \sum_x q_j(x) (Ax)^\top, \qquad
-          q_j = E[s_j (t - \mu_j) | x, W],
+          q_j = E[s_j (t - \mu_j) | x, W] = \mu \circ s_j - \langle \mu, s_j \rangle \mu_j,
 
 over M fixed draws of features from their released law. So m is a smooth function of W. Its value
 and gradient are products of a matrix of features and a matrix with K columns for each release. The
@@ -47,30 +47,27 @@ where they are called.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..density import UnfitModel
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
 from .checks import note_clipped, note_draws, note_releases
 from .covariance import normal_numbers, quick_gram_draws
 from .covariates import FeatureShape, in_units, law_draws, noisy_moments, shortened_draws
 from .drawing import Draws
 from .hamiltonian import mixing
-from .layer_scores import LabelScores, NumberScores
 from .likelihood import Release, ridged
 from .models import LastLayer
 from .records import shorten
 from .result import NoiseAwarePosterior
 from .run import (
-    NUM_MOMENTS,
     QUANTILES,
     Transcript,
     budget_of,
@@ -115,7 +112,6 @@ def posterior_of_large_layer(
     max_feature_norm: float = 1.0,
     num_releases: int = _NUM_RELEASES,
     num_simulated: int | None = None,
-    **others: Any,
 ) -> NoiseAwarePosterior:
     """:func:`.posterior_for_module` for a layer with many parameters.
 
@@ -125,30 +121,19 @@ def posterior_of_large_layer(
     score has a norm of at most 1. Features that are not finite count as zeros. A target that is not
     finite, or not a class, has a score of 0. Nothing else depends on records.
     """
-    if others:
-        raise ArgumentError(
-            f"leave out {', '.join(sorted(others))}= for a large last layer: its features are"
-            " private, and simulation chooses the clip bounds."
-        )
     (classes, width), prior_std = layer.linear.weight.shape, layer.prior_std
     if classes * width > _LARGEST:
         raise UnfitModel(
             f"the layer has {classes * width} weights, but at most {_LARGEST} can be sampled well:"
             " use fewer features, or a sampler of dpb.optim."
         )
-    if layer.likelihood == "normal" and classes == 2:
-        raise UnfitModel(
-            "a layer of more than 500 parameters cannot have a mean and a log variance: return"
-            " only the mean, and divide the targets by the standard deviation of their noise."
-        )
     if width > _WIDEST:
         raise UnfitModel(
             f"the layer reads {width} features, but at most {_WIDEST} are supported: their second"
             " moments would take too long. Use fewer, such as a public projection."
         )
-    has_labels = layer.likelihood == "categorical"
-    kind = LabelScores if has_labels else NumberScores
-    own_targets = kind.checked(targets, classes)
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
+        raise ArgumentTypeError("targets must be a tensor of integers, [n].")
     if len(targets) != len(features):
         raise ArgumentError("inputs and targets must have equally many records.")
     bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
@@ -156,8 +141,16 @@ def posterior_of_large_layer(
     count = max(positive_count(simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)
     n = public_num_data(num_data, len(features), held)
-    sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
-    plan = plan_run(held, epsilon, delta, has_numbers=True, num_moments=NUM_MOMENTS, **sizes)
+    plan = plan_run(
+        held,
+        epsilon,
+        delta,
+        dimension=width,
+        num_data=n,
+        num_releases=num_releases,
+        has_numbers=True,
+        num_ones=0,
+    )
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
@@ -165,9 +158,8 @@ def posterior_of_large_layer(
     seed = int(torch.randint(2**40, ()))
     size = width + (layer.linear.bias is not None)
     ridge = (n + plan.total**2 * classes * size) / (n * prior_std) ** 2
-    scale = classes if has_labels else 1  # of the features' moments in units of the information
-    own = in_units(rows, shape)
-    moments = noisy_moments(own, plan.moments, n, seed, scale * ridge / bound**2, quick_gram_draws)
+    own, own_ridge = in_units(rows, shape), classes * ridge / bound**2
+    moments = noisy_moments(own, plan.moments, n, seed, own_ridge, quick_gram_draws)
     # the first law is the mean of the others
     (mean, covariance), *drawn = law_draws(moments, n, _LAWS, seed, quick_gram_draws)
     # a constant 1 for the bias
@@ -181,14 +173,14 @@ def posterior_of_large_layer(
     means = pad(bound * means, constant, value=1.0)
     products = means[:, :, None] * means[:, None] + pad(bound**2 * covariances, 2 * constant)
     apart = unsure * (basis.T @ (products - gram) @ basis)
-    white = (values.clamp_min(0.0) / scale + ridge).rsqrt()
-    private = pad(rows, constant, value=1.0) @ basis, own_targets
-    law = _Law(drawn_rows @ basis.float(), white, apart, n, kind, classes, prior_std)
+    white = (values.clamp_min(0.0) / classes + ridge).rsqrt()
+    private = pad(rows, constant, value=1.0) @ basis, targets.detach().cpu().long()
+    law = _Law(drawn_rows @ basis.float(), white, apart, n, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
     clipped = 0
     for z in plan.scores:
         whitening = white / law.clip_bound(point, plan.together)
-        exact, clipped = _private_sums(*private, point, whitening, kind)
+        exact, clipped = _private_sums(*private, point, whitening)
         noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
         law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
@@ -224,12 +216,14 @@ def posterior_of_large_layer(
 
 
 def _private_sums(
-    rows: Tensor, targets: Tensor, point: Tensor, whitening: Tensor, kind: type[LabelScores]
+    rows: Tensor, labels: Tensor, point: Tensor, whitening: Tensor
 ) -> tuple[Tensor, int]:
     """Σ c ``[K, d]`` of private records, and the number of clipped ones. Without noise."""
     total, clipped = torch.zeros_like(point), 0
-    for x, y in zip(rows.split(_ROWS), targets.split(_ROWS), strict=True):
-        residual, white = kind.residuals(x @ point.T, y), x * whitening
+    for x, y in zip(rows.split(_ROWS), labels.split(_ROWS), strict=True):
+        is_class = (y >= 0) & (y < len(point))
+        residual = one_hot(torch.where(is_class, y, 0), len(point)) - (x @ point.T).softmax(1)
+        residual, white = residual * is_class[:, None], x * whitening
         norms = residual.norm(dim=1) * white.norm(dim=1)
         total += (residual * shorten(norms.square(), 1.0)[:, None]).T @ white
         clipped += int((norms > 1).sum())
@@ -248,20 +242,20 @@ class _Law:
         white: Tensor,
         apart: Tensor,
         num_data: int,
-        kind: type[LabelScores],
         classes: int,
         prior_std: float,
     ) -> None:
         self._unknown = apart.square().mean(0).float()
         # for an entry and its mirror image; on the diagonal both are the same entry
         self._spread = self._unknown - torch.diag(self._unknown.diagonal() / 2)
-        self._moments = rows.square().mean(0)
         self._deviations = torch.full((classes, rows.shape[1]), prior_std)
         self._basis = torch.eye(classes)
         self._x = rows.T.contiguous()
         self._white = self._x * white.float()[:, None]
         self._squares, self._both = self._white.square().T, (self._white * self._x).T
-        self._scores = kind(self._white.norm(dim=0), classes)
+        self._lengths, self._uniform = self._white.norm(dim=0), torch.rand(len(rows))
+        self._own = self._x.new_empty(0, classes, len(rows))  # μ_j at the points of releases
+        self._shrunk, self._bounds = self._own, self._x.new_empty(0, 1)  # s_j of all labels; C_j
         self._root = torch.linalg.cholesky(ridged((rows.T @ rows / len(rows)).double()))
         self._count, self._n = len(rows), num_data
         self._scale, self._precision = white, prior_std**-2
@@ -270,7 +264,11 @@ class _Law:
     def add(self, release: Release) -> None:
         """Add a release."""
         bound = float(self._scale[0] / release.whitening[0])
-        self._scores.add(self._expected(release.theta.float()), bound)
+        means = self._expected(release.theta.float())
+        norms = (means.square().sum(0) - 2 * means + 1).clamp_min(0.0).sqrt() * self._lengths
+        self._own = torch.cat([self._own, means[None]])
+        self._shrunk = torch.cat([self._shrunk, 1 / norms.clamp_min(bound)[None]])
+        self._bounds = torch.cat([self._bounds, self._bounds.new_full((1, 1), bound)])
         self.releases.append(release)
         self._values = torch.stack([r.value for r in self.releases]).float()
 
@@ -279,9 +277,9 @@ class _Law:
         posterior variances, given the noise of all releases, is at most a tenth above the least.
         """
         means = self._expected(point.float())
-        residual = self._scores.drawn(means) - means
-        norms = residual.norm(dim=0) * self._scores.lengths
-        residual = self._scores.basis(means[None]).T @ residual
+        residual = self._drawn(means) - means
+        norms = residual.norm(dim=0) * self._lengths
+        residual = _basis(means[None]).T @ residual
         levels = {}
         for bound in torch.quantile(norms, norms.new_tensor(QUANTILES)).tolist():
             scale = 1 / norms.clamp_min(bound)
@@ -294,16 +292,18 @@ class _Law:
     def settle(self, points: Tensor) -> None:
         """Compute the covariance of R at points ``[C, K, d]``, and the posterior's scales."""
         number, n = len(self.releases), self._n
-        each, scores = self._expected(points.float()), self._scores
-        self._basis = scores.basis(each)
+        each = self._expected(points.float())
+        self._basis = _basis(each)
         shape = (*points.shape[1:], number)
         covariance, slopes = self._x.new_zeros(*shape, number), self._x.new_zeros(shape)
         by_law = torch.zeros_like(covariance)
         linears = self._x.new_zeros(number, *points.shape[1:])
         for expected in each:
-            given = scores.drawn(expected)
-            drawn = self._basis.T @ scores.clipped(given)
-            means = self._basis.T @ scores.means(expected[None])[0]
+            given = self._drawn(expected)
+            drawn = given - self._own
+            norms = torch.maximum(drawn.norm(dim=1) * self._lengths, self._bounds)
+            drawn = self._basis.T @ (drawn / norms[:, None])
+            means = self._basis.T @ self._mean_scores(expected[None])[0]
             flat = means.flatten(0, 1)
             linear = torch.cholesky_solve((self._x @ flat.T / self._count).double(), self._root)
             linear = linear.T.float()
@@ -337,7 +337,9 @@ class _Law:
         value = (residual * weighted).sum((1, 2, 3), dtype=torch.float64)
         value += self._precision * points.square().sum((1, 2), dtype=torch.float64)
         back = self._basis @ weighted.permute(0, 3, 1, 2)  # [C, J, K, d]
-        inner = self._scores.slopes(means, back @ self._white)
+        inner = back @ self._white
+        inner = (self._shrunk * (inner - (self._own * inner).sum(2, keepdim=True))).sum(1)
+        inner = means * (inner - (means * inner).sum(1, keepdim=True))
         slope = inner @ self._x.T * (-self._n / self._count)
         return value / 2, slope + self._precision * points
 
@@ -386,11 +388,22 @@ class _Law:
         return weights[..., :: math.ceil(weights.shape[-1] / _JUDGED)]
 
     def _expected(self, points: Tensor) -> Tensor:
-        return self._scores.expected(points @ self._x)
+        """μ ``[..., K, M]``."""
+        return (points @ self._x).softmax(-2)
+
+    def _drawn(self, means: Tensor) -> Tensor:
+        """Draws of labels ``[K, M]``, with the same random numbers at every point."""
+        labels = (means.cumsum(0) < self._uniform).sum(0).clamp_max(len(means) - 1)
+        return one_hot(labels, len(means)).T.float()
+
+    def _mean_scores(self, means: Tensor) -> Tensor:
+        """q_j ``[C, J, K, M]`` if labels have the means ``[C, K, M]``."""
+        kept = means[:, None] * self._shrunk
+        return kept - kept.sum(2, keepdim=True) * self._own
 
     def _residual(self, expected: Tensor) -> Tensor:
         """R in the basis of classes, ``[C, K, d, J]``."""
-        means = self._scores.means(expected) @ self._white.T
+        means = self._mean_scores(expected) @ self._white.T
         apart = self._values - (self._n / self._count) * means
         return (self._basis.T @ apart).permute(0, 2, 3, 1)
 
@@ -426,6 +439,12 @@ class _Law:
                 break
             direction = next_direction + square / before.clamp_min(1e-30) * direction
         return found
+
+
+def _basis(means: Tensor) -> Tensor:
+    """Eigenvectors of E Cov(t | x) = E[diag(μ) − μμᵀ], over ``[C, K, M]``."""
+    curvature = torch.diag(means.mean((0, 2))) - (means @ means.mT).mean(0) / means.shape[2]
+    return torch.linalg.eigh(curvature)[1]
 
 
 def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:

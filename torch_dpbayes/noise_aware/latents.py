@@ -93,14 +93,14 @@ class Latents:
         """log p(θ) of every row, Jacobians included, ``[m]``."""
         return self.prior.log_densities(self._own(theta)).to("cpu", torch.float64)
 
-    def with_unread(self, theta: Tensor, known: Tensor) -> Tensor:
-        """Rows ``[m, D]``, where all but the ``known`` coordinates are drawn from the prior. If the
-        prior is not hierarchical, coordinates that no record reads are independent of the others.
+    def with_unread(self, theta: Tensor) -> Tensor:
+        """Rows ``[m, D]``; coordinates that no record reads are drawn from the prior. If it is
+        not hierarchical, they are independent of the others.
         """
-        if len(known) == theta.shape[1]:
+        if len(self.read) == theta.shape[1]:
             return theta
         result = self.sample(len(theta))
-        result[:, known] = theta[:, known]
+        result[:, self.read] = theta[:, self.read]
         return result
 
     def _own(self, theta: Tensor) -> Tensor:

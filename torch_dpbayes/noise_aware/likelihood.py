@@ -508,7 +508,7 @@ class _Around:
         self, simulated: Simulated, own: Tensor, read: Tensor, found: Moments, is_bent: bool
     ) -> None:
         self._centre, self._read, self._density = simulated.centre, read, simulated.density
-        self._own, self._base = own, log_likelihoods(self._density, self._centre)
+        self._own, self._base = own, log_likelihoods(self._density, self._centre[None])
         of_some = moments(own, simulated.scores, is_paired=False)
         self._mean = found.mean - own.mean(0)
         self._slope = found.jacobian - of_some.jacobian
@@ -523,7 +523,7 @@ class _Around:
         """m ``[m, d]`` and S ``[m, d, d]`` at θ ``[m, D]``, and the effective sample size as a
         share of the records, ``[m]``. m is NaN if the model cannot be evaluated.
         """
-        terms = torch.stack([self._terms(each) for each in theta])
+        terms = log_likelihoods(self._density, theta)
         ratios = (terms - self._base).nan_to_num(0.0, 0.0, 0.0)
         weights = torch.softmax(ratios, 1)
         worth = 1 / weights.square().sum(1) / weights.shape[1]
@@ -538,13 +538,6 @@ class _Around:
             delta = ratios @ self._regression
         means = means + self._mean + delta @ self._slope.T
         return means.where(~terms.isnan().all(1, keepdim=True), math.nan), covariances, worth
-
-    def _terms(self, theta: Tensor) -> Tensor:
-        """log p(x; θ) of every record."""
-        try:
-            return log_likelihoods(self._density, theta)
-        except InvalidPoint:
-            return torch.full_like(self._base, math.nan)
 
 
 def ridged(matrix: Tensor) -> Tensor:

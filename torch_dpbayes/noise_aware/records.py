@@ -26,6 +26,7 @@ Role = Literal["observed", "public", "numbers", "category"]
 
 _PLATE = "data"
 LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
+POINTS = 32  # at which log-likelihoods are computed together
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
 _ROUNDING = 1e-6
@@ -300,9 +301,12 @@ def scores(records: ModelRecords, density: RecordDensity, theta: Tensor) -> Tens
 
 
 def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
-    """log p(x; θ) of every record, ``[n]`` in float64."""
-    found = density.log_likelihoods(theta.to(density.prior.device, density.prior.dtype))
-    return found.to("cpu", torch.float64)
+    """log p(x; θ) of simulated records for rows of θ ``[m, D]``, ``[m, n]`` in float64; NaN if the
+    model cannot be evaluated.
+    """
+    rows, count = theta.to(density.prior.device, density.prior.dtype), density.num_records
+    found = [density.log_likelihoods_of_first(some, count) for some in rows.split(POINTS)]
+    return torch.cat(found).to("cpu", torch.float64)
 
 
 def clipped(found: Tensor, whitening: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from .likelihood import Release, Simulator, find_mode, moments, posterior_precis
 from .records import ModelRecords, clipped, scores
 
 NUM_RELEASES, _MOST_RELEASES = 7, 50
-NUM_MOMENTS = 3  # releases of moments of rows of numbers
+_NUM_MOMENTS = 3  # releases of moments of rows of numbers
 # ratio of the shares of successive releases: the first ones only tell how to whiten the last
 _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
@@ -75,12 +75,10 @@ def plan_run(
     num_releases: int,
     has_numbers: bool,
     num_ones: int,
-    num_moments: int = 1,
 ) -> Plan:
     """Split the budget. Rows of numbers get the share 2/√κ, between .04 and .30, where κ = n/(z·d)
     and z is the multiplier of the whole budget. ``has_numbers``: covariates are private rows of
     numbers. ``num_ones``: squared length of the vector that a record adds to sums by category.
-    ``num_moments``: how often means and products of rows are released.
     """
     if positive_count(num_releases, "num_releases") > _MOST_RELEASES:
         raise ArgumentError(f"num_releases = {num_releases}: use at most {_MOST_RELEASES}.")
@@ -101,7 +99,7 @@ def plan_run(
         gain = num_data / (total * dimension)
         share = min(max(2 / math.sqrt(gain), _LEAST_SHARE), _MOST_SHARE)
         of_sums = _SUMS_SHARE * share if num_ones else 0.0
-        for part in growing(num_moments):
+        for part in growing(_NUM_MOMENTS):
             of_products = noise(part * (share * (1 - _MEAN_SHARE) - of_sums), math.sqrt(2))
             moments.append((noise(part * share * _MEAN_SHARE), of_products))
         of_rest -= share
