@@ -19,7 +19,7 @@ from torch_dpbayes.density import RecordDensity, UnfitModel
 from torch_dpbayes.density.arguments import Arguments
 from torch_dpbayes.density.locality import MadeUpRecords
 from torch_dpbayes.density.program import Recorder
-from torch_dpbayes.density.pyro_runs import agree, nearly_equal, without_value_checks
+from torch_dpbayes.density.pyro_runs import agree, nearly_equal, rounding, without_value_checks
 from torch_dpbayes.density.structure import find_structure
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -218,6 +218,9 @@ ROWS = {  # what happens to a record when others change
     ),
     "counted where large": model_of(lambda m, y: m + (y > 100).cumsum(0)),
     "filled in": lambda y: gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m")),
+    "filled in with a share": lambda y: gaussian(
+        torch.where(y.isnan(), (~y.isnan()).double().mean(), y), weights("m")
+    ),
     # an outlier on its own is its column's median
     "cut": lambda y: gaussian(torch.where(y.abs() > 100, y.median(), y), weights("m")),
     "batch norm": model_of(batch_norm),
@@ -401,23 +404,8 @@ def test_few_digits_do_not_excuse_a_dependence():
 
     for dtype in (torch.float32, torch.bfloat16):
         made_up = made_up_for(model, torch.randn(20).to(dtype))
-        made_up.theta = torch.ones_like(made_up.theta)
-        assert made_up._rounding(made_up.terms, [torch.full((8,), 1e4, dtype=dtype)]).max() < 0.5
-
-
-def test_a_row_of_large_values_may_differ_by_rounding_alone():
-    made_up = made_up_for(lambda y: gaussian(y, weights("m")), torch.randn(20))
-    made_up._rounding = lambda alone, rows: torch.ones(len(rows[0]))
-
-    def alone(theta, rows, by):
-        terms = made_up.terms(theta, rows)
-        terms[made_up._count // 2] += by if rows is not made_up.few() else 0.0
-        return terms
-
-    with without_value_checks():
-        made_up.require_local(partial(alone, by=0.5))
-        with pytest.raises(UnfitModel):
-            made_up.require_local(partial(alone, by=2.0))
+        terms = partial(made_up.terms, rows=[torch.full((8,), 1e4, dtype=dtype)])
+        assert rounding(terms, torch.ones_like(made_up.theta)).max() < 0.5
 
 
 # -- parameters ------------------------------------------------------------------------------------
