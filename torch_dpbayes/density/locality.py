@@ -8,7 +8,7 @@ from the term of the row alone, or if the prior changes, the model is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -145,20 +145,31 @@ class MadeUpRecords:
 
     # -- the check ---------------------------------------------------------------------------------
 
-    def require_local(self, alone: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
-        """Refuse a model in which a change of one row changes the term of another, or the prior.
-        ``alone`` computes the terms of rows at θ, each row by itself.
-        """
+    def require_local(self) -> None:
+        """Refuse a model in which a change of one row changes the term of another, or the prior."""
         theta, rows = self.theta, self._rows
+        each = [pick(rows, [k]) for k in range(self._count)]
+
+        def alone(theta: Tensor) -> Tensor:
+            return torch.cat([self.terms(theta, row) for row in each])
+
         first, again = (self.terms(theta, rows) for _ in range(2))
         if not nearly_equal(first, again):
             raise UnfitModel(
                 "two evaluations of the model at the same values differ: it draws random numbers"
                 " outside sample sites (dropout?). Switch this off with model.eval()."
             )
-        prior, each = self._prior_with(rows), [pick(rows, [k]) for k in range(self._count)]
-        _require_same_prior(prior, map(self._prior_with, each), "all others are left out")
-        if not agree(lambda at: alone(at, rows), lambda at: self.terms(at, rows), theta):
+        prior = self._prior_with(rows)
+        try:
+            is_local = agree(alone, lambda theta: self.terms(theta, rows), theta)
+            priors = [self._prior_with(row) for row in each]
+        except Exception as error:
+            raise UnfitModel(
+                f"the model does not run on one synthetic row alone: {first_line(error)}. It must"
+                " accept any number of rows."
+            ) from error
+        _require_same_prior(prior, priors, "all others are left out")
+        if not is_local:
             raise _mixes("all others are left out")
         # the number of rows stays the same, so rounding does, too
         odd = self._count // 2

@@ -16,7 +16,7 @@ from ..per_sample.record_map import RecordMap
 from .arguments import Arguments, aligned, full_vectors, of_full_vectors, one_thread, pick, replaced
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
-from .program import Program, Recorder
+from .program import Program, record_programs
 from .pyro_runs import (
     FLAVOURS,
     InvalidPoint,
@@ -89,13 +89,13 @@ class RecordDensity:
             structure = find_structure(model, self.arguments, data_plate)
             self._rows = self.arguments.take_rows(structure.plate_size)
             self.made_up = MadeUpRecords(model, self.arguments, structure)
+            self.made_up.require_local()
         self.prior = self.made_up.prior
         self.observed = structure.observed
         self._is_in_place = count_is_public  # one record more or less does not move others
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
         together = rows_at_once or (self.num_records if count_is_public else _ROWS_IF_PRIVATE)
-        recorder = Recorder(self.made_up, max(1, together))
-        self._terms, found = recorder.programs(gradients)
+        self._terms, found = record_programs(self.made_up, max(1, together), gradients)
         self._few_rows = self.made_up.rows(full_vectors(1))
         # a model that cannot be recorded is refused before anything is charged
         if found is not None:
