@@ -2,13 +2,13 @@
 their draws are kept. And Pyro's ways of keeping them.
 """
 
-import contextlib
 import math
 import multiprocessing
 import os
 import pickle
 import select
 import signal
+import tempfile
 import time
 
 import pyro
@@ -21,7 +21,7 @@ from support.ledgers import forks
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.ledger import Ledger, open_blocks
-from torch_dpbayes.mcmc import DPHMC, MCMC, ExponentialFamilyPenalty, chains
+from torch_dpbayes.mcmc import DPHMC, MCMC, ExponentialFamilyPenalty
 
 DATA = torch.linspace(-1.0, 2.0, 40)
 START = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
@@ -142,24 +142,13 @@ def test_an_accountant_in_memory_refuses_parallel_chains():
 # -- how chains end --------------------------------------------------------------------------------
 
 
-PIPES = []  # of the chain in whose process this runs
+def half_a_draw(file, told):
+    """Which nobody can read."""
+    with open(file, "ab") as own:
+        own.write(pickle.dumps(("draw", {"mean": DATA}))[:-20])
 
 
-@pytest.fixture
-def noted_pipes(monkeypatch):
-    def run_and_note(chain, *args, run=chains.Chain.run):
-        PIPES.append(chain.pipe)
-        run(chain, *args)
-
-    monkeypatch.setattr(chains.Chain, "run", run_and_note)
-
-
-def half_a_message(pipe, told):
-    """For which nobody waits."""
-    os.write(pipe.fileno(), b"\0\0\1\0half")
-
-
-def a_fork(pipe, told):
+def a_fork(file, told):
     """That outlives the chain: until the test is over, or for long."""
     if os.fork() == 0:
         select.select([told], [], [], 40)
@@ -167,14 +156,16 @@ def a_fork(pipe, told):
 
 
 @forks
-@pytest.mark.parametrize("leaves", [half_a_message, a_fork])
-@pytest.mark.usefixtures("noted_pipes")
-def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(accountant, leaves):
+@pytest.mark.parametrize("leaves", [half_a_draw, a_fork])
+def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(
+    accountant, leaves, tmp_path, monkeypatch
+):
     told, tell = os.pipe()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def hook(kernel, params, stage, i):
         if multiprocessing.current_process().name == "1" and i == 5:
-            leaves(PIPES[-1], told)
+            leaves(*tmp_path.glob("*/1"), told)
             os.kill(os.getpid(), signal.SIGKILL)
 
     kernel, begun = make("family", accountant), time.monotonic()
@@ -187,36 +178,6 @@ def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(accountant, l
     # what was charged is kept; of the other chain what it had reserved is given back
     assert sum(len(chain["mean"]) for chain in draws) <= counts(accountant)[50.0]
     assert len(open_blocks(Ledger(accountant.path, {}).read())) <= 1
-
-
-def wide_prior():
-    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
-    pyro.sample("scale", dist.LogNormal(torch.zeros(300_000), 1.0).to_event(1))
-    return mean
-
-
-@forks
-def test_a_draw_larger_than_a_pipes_buffer_arrives_whole(accountant):
-    """Of a chain that is asked to end in the middle of it."""
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    chain = chains.Chain(theirs, False, None, 1, (torch.float32, torch.device("cpu")))
-    kernel = make("family", accountant, prior=wide_prior)
-    process = multiprocessing.get_context("fork").Process(
-        target=chain.run, args=(kernel, (0, 10, None), (DATA,), {})
-    )
-    process.start()
-    theirs.close()
-    assert ours.recv()[0] == "value"  # the shapes
-    assert ours.poll(60)
-    ours.send_bytes(b"stop")
-    process.join(0.5)  # in the middle of the draw: nobody reads
-    messages = []
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            messages.append(ours.recv())
-    process.join()
-    (draw,) = [value for kind, value in messages if kind == "draw"]
-    assert draw["scale"].shape == (300_000,) and counts(accountant) == {50.0: 1}
 
 
 class TwoWords(Exception):
@@ -240,24 +201,6 @@ def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant)
             run(make("family", accountant), 2, hook_fn=hook)
         assert any("in hook" in note for note in caught.value.__notes__)
     assert multiprocessing.active_children() == []
-
-
-@forks
-def test_a_chain_that_fails_after_its_starter_has_ended_ends_silently(monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-
-    class Fails:
-        def start_at(self, start):
-            ours.close()
-
-        def setup(self, *_):
-            raise ValueError("a message for nobody")
-
-    ours, theirs = multiprocessing.Pipe()
-    defaults = torch.get_default_dtype(), torch.get_default_device()
-    with theirs:
-        chains.Chain(theirs, False, None, 0, defaults).run(Fails(), (0, 1, None), (), {})
 
 
 def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(accountant):

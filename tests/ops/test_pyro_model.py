@@ -15,7 +15,6 @@ from support.recorded import recorded_once
 import torch_dpbayes as dpb
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.density import RecordDensity
 from torch_dpbayes.ops import pyro_model
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.models import Limits
@@ -72,37 +71,6 @@ def test_potential_and_gradient_of_a_pyro_model():
     exact = lambda v: -prior(v) - 0.3 * terms(v).clamp(low, high).sum()  # noqa: E731
     target = model.target(data, Limits(0.3, log_likelihood_range=(low, high)))
     agree(target, exact, torch.autograd.grad(exact(w), w)[0])
-
-
-def test_a_model_is_read_once_for_arguments_of_the_same_shapes(monkeypatch):
-    reads, read = [], pyro_model.RecordDensity
-    monkeypatch.setattr(
-        pyro_model, "RecordDensity", lambda *args, **more: reads.append(1) or read(*args, **more)
-    )
-    model, w = PyroModel(line), torch.randn(3, dtype=torch.float64)
-    for count, expected in ((9, 1), (9, 1), (11, 2)):
-        x, y = torch.randn(count, 3, dtype=torch.float64), torch.randn(count, dtype=torch.float64)
-        (density,) = model.prepare((x, y))
-        terms = torch.distributions.Normal(x @ w, 0.5).log_prob(y)
-        torch.testing.assert_close(density.log_likelihoods(w), terms)
-        assert len(reads) == expected
-
-
-def test_public_arguments_are_seen_anew_by_each_draw(monkeypatch):
-    monkeypatch.setattr(pyro_model, "RecordDensity", RecordDensity)
-    model, y = PyroModel(shifted), torch.zeros(9, dtype=torch.float64)
-    for kind in (float, torch.tensor):  # one after another: only the last call is kept
-        for shift in (0.0, 2.0):
-            by = kind(shift)
-            (density,) = model.prepare((y, by))
-            terms = density.log_likelihoods(torch.zeros(1, dtype=torch.float64))
-            assert float(terms[0]) == pytest.approx(-shift - math.log(2))
-
-
-def shifted(y, by):
-    w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=y.dtype), 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Laplace(w + by, 1.0), obs=y)
 
 
 def median(y):

@@ -8,7 +8,7 @@ from the term of the row alone, or if the prior changes, the model is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -22,11 +22,11 @@ from .pyro_runs import (
     PERTURBED,
     Model,
     UnfitModel,
+    agree,
     first_line,
     last_digits,
     nearly_equal,
     public_randomness,
-    rounding,
     trace_at,
 )
 from .record_terms import RecordTerms
@@ -145,63 +145,52 @@ class MadeUpRecords:
 
     # -- the check ---------------------------------------------------------------------------------
 
-    def require_local(self, alone: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
-        """Refuse a model in which a change of one row changes the term of another, or the prior.
-        ``alone`` computes the terms of rows at θ, each row by itself.
-        """
-        first, again = (self.terms(self.theta, self._rows) for _ in range(2))
+    def require_local(self) -> None:
+        """Refuse a model in which a change of one row changes the term of another, or the prior."""
+        theta, rows = self.theta, self._rows
+        each = [pick(rows, [k]) for k in range(self._count)]
+
+        def alone(theta: Tensor) -> Tensor:
+            return torch.cat([self.terms(theta, row) for row in each])
+
+        first, again = (self.terms(theta, rows) for _ in range(2))
         if not nearly_equal(first, again):
             raise UnfitModel(
                 "two evaluations of the model at the same values differ: it draws random numbers"
                 " outside sample sites (dropout?). Switch this off with model.eval()."
             )
-        odd, prior = self._count // 2, self._prior_with(self._rows)
-        size = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())  # one term may nearly cancel
+        prior = self._prior_with(rows)
+        try:
+            is_local = agree(alone, lambda theta: self.terms(theta, rows), theta)
+            priors = [self._prior_with(row) for row in each]
+        except Exception as error:
+            raise UnfitModel(
+                f"the model does not run on one synthetic row alone: {first_line(error)}. It must"
+                " accept any number of rows."
+            ) from error
+        _require_same_prior(prior, priors, "all others are left out")
+        if not is_local:
+            raise _mixes("all others are left out")
+        # the number of rows stays the same, so rounding does, too
+        odd = self._count // 2
         others = torch.arange(self._count) != odd
-        for what, rows in self._changed_rows(odd):
+        for what, changed in self._changed_rows(odd):
             try:
-                apart, together = alone(self.theta, rows), self.terms(self.theta, rows)
-                each = [rows] if what else [pick(rows, [k]) for k in range(self._count)]
-                priors = [*map(self._prior_with, each)]
-            except Exception:
-                if what:  # the values may be impossible ones
-                    continue
-                raise
-            seen = f"{f'another row {what}' if what else 'all others are left out'} (seen on"
-            if not all(nearly_equal(other, prior) for other in priors):
-                raise UnfitModel(
-                    f"the prior changes when {seen} synthetic rows), so it would release the data"
-                    " without a charge: use a prior with public constants."
-                )
-            is_rounding = nearly_equal(apart[odd], together[odd], size) or bool(
-                (apart - together)[odd].abs() <= self._rounding(alone, pick(rows, [odd]))
-            )
-            apart, together = apart[others], together[others]
-            if not is_rounding or not (
-                nearly_equal(apart, together)
-                or nearly_equal(apart, together, rounding=self._rounding(alone, rows)[others])
-            ):
-                raise UnfitModel(
-                    f"the log likelihood of a record changes when {seen} synthetic rows): centre,"
-                    " scale, count and impute with public constants, not with the data's mean,"
-                    " maximum or number."
-                )
+                terms, now = self.terms(theta, changed), self._prior_with(changed)
+                copies = self.terms(theta, pick(changed, [odd] * self._count))
+            except Exception:  # the values may be impossible ones
+                continue
+            _require_same_prior(prior, [now], f"another row {what}")
+            pairs = (terms[others], first[others]), (terms[odd], copies[odd])
+            if not all(nearly_equal(*pair) for pair in pairs):
+                raise _mixes(f"another row {what}")
 
     def _prior_with(self, rows: list[Tensor]) -> Tensor:
         return self.prior.log_density_with(self.theta, *self._arguments.with_rows(rows))
 
-    def _rounding(
-        self, alone: Callable[[Tensor, list[Tensor]], Tensor], rows: list[Tensor]
-    ) -> Tensor:
-        """How large the rounding errors of the terms may be. If large values cancel, or logarithms
-        are nearly 0, they are many times larger than usual.
-        """
-        ours = rounding(lambda theta: alone(theta, rows), self.theta)
-        return ours + rounding(lambda theta: self.terms(theta, rows), self.theta)
-
     def _changed_rows(self, odd: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """The rows, then rows where row ``odd`` has extreme or missing values: in all arguments,
-        and in one argument at a time, because some models depend on others only then.
+        """Rows where row ``odd`` has extreme or missing values: in all arguments, and in one
+        argument at a time, because some models depend on others only then.
         """
 
         def altered(chosen: Iterable[int], value: float, every: int = 1) -> list[Tensor]:
@@ -213,7 +202,6 @@ class MadeUpRecords:
                 entries.masked_fill_(numbers.reshape(entries.shape) % every == 0, value)
             return result
 
-        yield "", self._rows
         kinds = [row.is_floating_point() or row.is_complex() for row in self._rows]
         floating = [k for k, is_floating in enumerate(kinds) if is_floating]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
@@ -225,3 +213,19 @@ class MadeUpRecords:
             # on a GPU an index out of range would end the process
             if not kinds[k] and row.dtype != torch.bool and row.device.type == "cpu":
                 yield "is very large", altered([k], min(_LARGE, torch.iinfo(row.dtype).max))
+
+
+def _require_same_prior(prior: Tensor, others: Iterable[Tensor], what: str) -> None:
+    if not all(nearly_equal(other, prior) for other in others):
+        raise UnfitModel(
+            f"the prior changes when {what} (seen on synthetic rows), so it would release the data"
+            " without a charge: use a prior with public constants."
+        )
+
+
+def _mixes(what: str) -> UnfitModel:
+    return UnfitModel(
+        f"the log likelihood of a record changes when {what} (seen on synthetic rows): centre,"
+        " scale, count and impute with public constants, not with the data's mean, maximum or"
+        " number."
+    )

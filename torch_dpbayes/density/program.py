@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from ..per_sample.record_map import RecordsApart, in_plain_words
-from .arguments import full_vectors, pick
+from .arguments import full_vectors
 from .locality import MadeUpRecords
-from .pieces import Piece, dense, in_pieces, pieces_of
-from .pyro_runs import InvalidPoint, UnfitModel, agree, without_value_checks
+from .pieces import Piece, in_pieces, pieces_of
+from .pyro_runs import UnfitModel, agree, without_value_checks
 from .recording import most_bytes, recorded, result_of
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks exceed the processor's caches
@@ -79,105 +79,68 @@ class Gradients(Program):
         return [piece.of(slice(count)) for piece in pieces_of(outputs, self._layout)]
 
 
-class Recorder:
-    """Runs the model on synthetic records, to make programs for chunks of records."""
+def record_programs(
+    made_up: MadeUpRecords, num_records: int, with_gradients: bool
+) -> tuple[Program, Gradients | None]:
+    """The programs of the records' terms and, ``with_gradients``, of their gradients: the first
+    ones that can be recorded and agree with Pyro. ``num_records``: the usual number of records.
+    """
 
-    def __init__(self, made_up: MadeUpRecords, num_records: int) -> None:
-        self._made_up, self._num_records = made_up, num_records
-
-    def programs(self, with_gradients: bool) -> tuple[Program, Gradients | None]:
-        """The programs of the records' terms and, ``with_gradients``, of their gradients.
-        UnfitModel: the model mixes records.
-        """
-        terms, gradients = self._first_right(with_gradients)
-        few = self._made_up.rows(full_vectors(1))
-
-        def alone(theta: Tensor, rows: list[Tensor]) -> Tensor:
-            count = len(rows[0])
-            filled = [torch.cat([r, more[count:]]) for r, more in zip(rows, few, strict=True)]
-            found = terms.of_few(theta, filled)
-            if found is None:
-                raise InvalidPoint
-            return found[:count]
-
-        with torch.no_grad(), without_value_checks():
-            self._made_up.require_local(alone)
-        return terms, gradients
-
-    def _are_right(self, terms: Program, gradients: Gradients | None) -> bool:
-        """Whether the programs agree with Pyro on synthetic rows that were not recorded."""
-        made_up, theta = self._made_up, self._made_up.theta.flip(0) * 0.7
-        rows, count = made_up.rows(terms.rows, start=3), len(made_up.few()[0])
-        weights = torch.linspace(0.5, 1.5, terms.rows, dtype=theta.dtype, device=theta.device)
-        weights /= weights.sum()
-
-        def each_row(theta: Tensor) -> Tensor:
-            found = [made_up.terms(theta, pick(rows, [k])) for k in range(count)]
-            return torch.cat(found)[torch.arange(terms.rows) % count]  # rows repeat
-
-        def slopes(theta: Tensor) -> Tensor:
-            assert gradients is not None
-            return dense(gradients(theta, rows, terms.rows), len(theta)).double()
-
-        def slope(theta: Tensor) -> Tensor:
-            with torch.enable_grad():
-                point = theta.detach().requires_grad_()
-                total = (made_up.terms(point, rows) * weights).sum()
-            return torch.autograd.grad(total, point)[0]
-
-        if not agree(lambda theta: terms(theta, rows, terms.rows), each_row, theta):
-            return False
-        if gradients is None or not slope(theta).isfinite().all():
-            return True
-        # in float32 a product of a million rows has an error of a thousandth
-        mean = weights.double()
-        size = float((mean @ slopes(theta).abs()).nan_to_num(0.0).max())
-        return agree(lambda theta: (mean @ slopes(theta)).to(theta), slope, theta, size)
-
-    def _of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
+    def of_row(theta: Tensor, *row: Tensor) -> Tensor:
         with RecordsApart():
-            return self._made_up.terms.of_row(theta, *row)
+            return made_up.terms.of_row(theta, *row)
 
-    def _of_row_with_own_tensors(self, theta: Tensor, *row: Tensor) -> Tensor:
+    def of_row_with_own_tensors(theta: Tensor, *row: Tensor) -> Tensor:
         with _TensorsOfTheRow(row[0]):
-            return self._of_row(theta, *row)
+            return of_row(theta, *row)
 
-    def _first_right(self, with_gradients: bool) -> tuple[Program, Gradients | None]:
-        """The first programs that can be recorded and agree with Pyro."""
-        in_dims, problems = (None, *(0 for _ in self._made_up.few())), []
-        for term in (self._of_row, self._of_row_with_own_tensors):
-            try:
-                with without_value_checks(), torch.no_grad():
-                    way = grad_and_value(term) if with_gradients else term
-                    graph, rows, few = self._recorded(vmap(way, in_dims=in_dims))
-                    terms, gradients = Program(graph, rows, few), None
-                    if with_gradients:
-                        terms = Program(result_of(graph, 1), rows, result_of(few, 1))
-                        gradients = Gradients(result_of(graph, 0), rows, result_of(few, 0))
-                    if self._are_right(terms, gradients):
-                        return terms, gradients
-                problems.append("it computes with numpy, or with .item()?")
-            except Exception as error:
-                problems.append(in_plain_words(error))
-        raise UnfitModel(
-            "the record terms cannot be recorded as tensor operations on one row:"
-            f" {'; '.join(dict.fromkeys(problems))}. Write torch.where instead of masks,"
-            " num_classes of one_hot, no branches on values and no .item()."
-        )
+    in_dims, problems = (None, *(0 for _ in made_up.few())), []
+    for term in (of_row, of_row_with_own_tensors):
+        try:
+            with without_value_checks(), torch.no_grad():
+                way = grad_and_value(term) if with_gradients else term
+                graph, rows, few = _recorded(vmap(way, in_dims=in_dims), made_up, num_records)
+                terms, gradients = Program(graph, rows, few), None
+                if with_gradients:
+                    terms = Program(result_of(graph, 1), rows, result_of(few, 1))
+                    gradients = Gradients(result_of(graph, 0), rows, result_of(few, 0))
+                if _is_right(terms, made_up):
+                    return terms, gradients
+            problems.append("it computes with numpy, or with .item()?")
+        except Exception as error:
+            problems.append(in_plain_words(error))
+    raise UnfitModel(
+        "the record terms cannot be recorded as tensor operations on one row:"
+        f" {'; '.join(dict.fromkeys(problems))}. Write torch.where instead of masks,"
+        " num_classes of one_hot, no branches on values and no .item()."
+    )
 
-    def _recorded(self, way: Callable[..., Any]) -> tuple[GraphModule, list[Tensor], GraphModule]:
-        """The graph for chunks, synthetic rows of one chunk, and the graph for a few rows. Chunks
-        have about equal length, and keep within the bound on memory.
-        """
-        theta, least = self._made_up.theta, full_vectors(1)
-        rows = self._made_up.rows(least)
-        graph = few = recorded(way, theta, *rows)
-        if self._num_records > least:
-            limit = max(1, int(_CHUNK_BYTES / max(most_bytes(few, theta, *rows) / least, 1)))
-            chunks = math.ceil(self._num_records / limit)
-            rows = self._made_up.rows(full_vectors(math.ceil(self._num_records / chunks)))
-            graph = recorded(way, theta, *rows)
-        return graph, rows, few
+
+def _recorded(
+    way: Callable[..., Any], made_up: MadeUpRecords, num_records: int
+) -> tuple[GraphModule, list[Tensor], GraphModule]:
+    """The graph for chunks, synthetic rows of one chunk, and the graph for a few rows. Chunks
+    have about equal length, and keep within the bound on memory.
+    """
+    theta, least = made_up.theta, full_vectors(1)
+    rows = made_up.rows(least)
+    graph = few = recorded(way, theta, *rows)
+    if num_records > least:
+        limit = max(1, int(_CHUNK_BYTES / max(most_bytes(few, theta, *rows) / least, 1)))
+        chunks = math.ceil(num_records / limit)
+        rows = made_up.rows(full_vectors(math.ceil(num_records / chunks)))
+        graph = recorded(way, theta, *rows)
+    return graph, rows, few
+
+
+def _is_right(terms: Program, made_up: MadeUpRecords) -> bool:
+    """Whether the program agrees with Pyro, at a θ and on rows that were not recorded."""
+    theta, rows = made_up.theta.flip(0) * 0.7, made_up.rows(terms.rows, start=3)
+    return agree(
+        lambda theta: terms(theta, rows, terms.rows),
+        lambda theta: made_up.terms(theta, rows),
+        theta,
+    )
 
 
 class _TensorsOfTheRow(TorchFunctionMode):

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..per_sample.record_map import RecordMap
 from .arguments import Arguments, aligned, full_vectors, of_full_vectors, one_thread, pick, replaced
 from .locality import MadeUpRecords
-from .pieces import norms_of
-from .program import Program, Recorder
+from .pieces import dense, norms_of
+from .program import Program, record_programs
 from .pyro_runs import (
     FLAVOURS,
     InvalidPoint,
@@ -89,13 +89,13 @@ class RecordDensity:
             structure = find_structure(model, self.arguments, data_plate)
             self._rows = self.arguments.take_rows(structure.plate_size)
             self.made_up = MadeUpRecords(model, self.arguments, structure)
+            self.made_up.require_local()
         self.prior = self.made_up.prior
         self.observed = structure.observed
         self._is_in_place = count_is_public  # one record more or less does not move others
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
         together = rows_at_once or (self.num_records if count_is_public else _ROWS_IF_PRIVATE)
-        recorder = Recorder(self.made_up, max(1, together))
-        self._terms, found = recorder.programs(gradients)
+        self._terms, found = record_programs(self.made_up, max(1, together), gradients)
         self._few_rows = self.made_up.rows(full_vectors(1))
         # a model that cannot be recorded is refused before anything is charged
         if found is not None:
@@ -175,40 +175,27 @@ class RecordDensity:
         shape, device = (self.num_records, self.prior.dimension), self.prior.device
         result = torch.zeros(shape, dtype=torch.float64, device=device)
         for records, pieces in self._by_chunks(self._gradients, theta):
-            for piece in pieces:
-                result[records, piece.columns] = piece.dense().double()
+            result[records] = dense(pieces, self.prior.dimension).double()
         is_sound = result.isfinite().all(1) & ~self._left_out
         return result.masked_fill_(~is_sound[:, None], 0.0)
 
     @torch.no_grad()
-    def clipped_gradient_sum(self, theta: Tensor, max_norm: float) -> Tensor:
-        r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), (dimension,) in
-        float64. Private data.
+    def clipped_gradient_sum(
+        self, theta: Tensor, max_norm: float, chosen: Tensor | None = None
+    ) -> Tensor:
+        r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), over the records in
+        the mask ``chosen`` (None: all) whose gradients are finite; (dimension,) in float64. Private
+        data.
 
         Add the noise before you round the sum: in float32, a sum over a million records can move by
         thousands of bounds if one is removed, because the rounding of the others changes. Outside
         of 1e-30 < ``max_norm`` < 1e150 the bound does not hold: float64 overflows or underflows.
         """
-        return self._weighted_sum(theta, lambda norms: (max_norm / norms).clamp_(max=1.0))
-
-    @torch.no_grad()
-    def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:
-        """Σ ∇_θ log p(x_i | θ), without clipping, over the records in the mask ``chosen`` whose
-        gradients are finite, (dimension,) in float64. Private data.
-        """
-        return self._weighted_sum(theta, torch.ones_like, chosen)
-
-    def _weighted_sum(
-        self, theta: Tensor, weights: Callable[[Tensor], Tensor], kept: Tensor | None = None
-    ) -> Tensor:
-        """Σ weight·g_i over the records in the mask ``kept`` (None: all) with finite gradients.
-        ``weights`` computes the weights from the gradients' norms.
-        """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
         for records, pieces in self._by_chunks(self._gradients, theta):
             some = ~self._left_out[records]  # also records that failed in this chunk
-            if kept is not None:
-                some &= kept[records]
+            if chosen is not None:
+                some &= chosen[records]
             if not some.all():
                 pieces = [piece.of(some) for piece in pieces]
             each = sum(piece.values[:1].numel() for piece in pieces)
@@ -219,7 +206,7 @@ class RecordDensity:
                 finite = norms.isfinite()
                 if not finite.all():  # 0·inf is NaN: remove such a record
                     block, norms = [piece.of(finite) for piece in block], norms[finite]
-                factors = weights(norms)
+                factors = (max_norm / norms).clamp_(max=1.0)
                 for piece in block:
                     result[piece.columns] += piece.weighted_sum(factors)
         return result

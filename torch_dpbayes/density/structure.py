@@ -33,7 +33,6 @@ class Structure:
     """The data plate and the names of the sites in it."""
 
     plate: str
-    plate_dim: int  # its dimension among the batch dimensions of its sites
     plate_size: int  # in the model's run
     observed: list[str]
     discrete: list[str]  # latents, which are all in the plate; they are summed out
@@ -51,7 +50,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
         UnfitModel: the factors of the records cannot be separated.
     """
     trace = _traced(model, arguments)
-    dim, size = _data_plate(trace, plate)
+    size = _data_plate_size(trace, plate)
     observed, discrete, outside = _sites(trace, plate)
     why = f"outside the plate {plate!r}, so the influence of one record has no bound: move it into"
     if factors := _factors(trace, outside, f"{why} the plate."):
@@ -69,7 +68,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
         for frame in node["cond_indep_stack"]
         if frame.vectorized
     )
-    return Structure(plate, dim, size, observed, discrete, deepest, outside, factors)
+    return Structure(plate, size, observed, discrete, deepest, outside, factors)
 
 
 def prior_without_data(model: Model) -> Prior:
@@ -130,8 +129,7 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
     ) from errors[0]
 
 
-def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
-    """Dimension and size of the data plate."""
+def _data_plate_size(trace: Trace, plate: str) -> int:
     found: dict[str, set[tuple[int, int]]] = {}
     for site in trace.nodes.values():
         if site["type"] != "sample":
@@ -162,8 +160,8 @@ def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
             f"the plate {plate!r} occurs more than once, with different dimensions or sizes: put"
             " all observations into one."
         )
-    ((dim, size),) = found[plate]
-    return dim, size
+    ((_, size),) = found[plate]
+    return size
 
 
 def _subsamples(plate: str) -> UnfitModel:

@@ -1,21 +1,22 @@
-"""Several chains of one kernel: Pyro's runner, with a process and a pipe for every chain."""
+"""Several chains of one kernel: Pyro's runner, with a process and a file for every chain."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
 
 import pyro.infer
 import torch
-from numpy import ndarray
 from pyro.infer.mcmc.api import MAX_SEED, _gen_samples, _MultiSampler
 from pyro.infer.mcmc.logger import ProgressBar
 from torch import Tensor
@@ -89,8 +90,8 @@ class MCMC(pyro.infer.MCMC):
 class _ParallelChains:
     """Replaces Pyro's sampler of parallel chains. Each chain has its own copy of the kernel.
 
-    Each chain has its own pipe, and chains share nothing. So a chain that is killed, even in the
-    middle of a message, holds no lock, and its pipe is closed.
+    Each chain writes to its own file, and chains share nothing. So a chain that is killed, even in
+    the middle of a draw, holds no lock, and everything that it wrote before can be read.
     """
 
     def __init__(self, pyros: Any, is_silent: bool) -> None:
@@ -100,172 +101,147 @@ class _ParallelChains:
         self._starts, self._is_silent = pyros.initial_params, is_silent
         self._count, self._context = pyros.num_chains, pyros.ctx.get_context()
         self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        self._open: dict[Connection, int] = {}  # pipes that can be read, and their chains
+        self._files: list[BinaryIO] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
         """Yield the results of every chain, with the chain's number."""
         self._draws = self.kernel.begin_chains(self._count)
-        try:
-            for number in range(self._count):
-                self._start(number, args, kwargs)
-            with ProgressBar(
-                *self._settings[:2], disable=self._is_silent, num_bars=self._count
-            ) as bars:
-                yield from self._received(bars)
-        finally:
-            self.terminate()
+        with TemporaryDirectory() as folder:
+            try:
+                for number in range(self._count):
+                    self._start(number, Path(folder, str(number)), args, kwargs)
+                with ProgressBar(
+                    *self._settings[:2], disable=self._is_silent, num_bars=self._count
+                ) as bars:
+                    yield from self._results(bars)
+            finally:
+                self.terminate()
 
-    def _start(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ours, theirs = self._context.Pipe()
+    def _start(
+        self, number: int, path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         starts = self._starts
         start = None if starts is None else {name: v[number] for name, v in starts.items()}
         seed = (torch.initial_seed() + number) % MAX_SEED
         defaults = torch.get_default_dtype(), torch.get_default_device()
-        chain = Chain(theirs, not self._is_silent, start, seed, defaults)
+        own = path, seed, defaults, start, not self._is_silent
         process = self._context.Process(
             name=str(number),
-            target=chain.run,
-            args=(self.kernel, self._settings, args, kwargs),
+            target=_run_chain,
+            args=(*own, self.kernel, self._settings, args, kwargs),
             daemon=True,
         )
+        self._files.append(path.open("w+b"))
         process.start()
-        # now only the chain can write: the pipe is closed when the chain ends
-        theirs.close()
         self._processes.append(process)
-        self._pipes.append(ours)
-        self._open[ours] = number
 
-    def _received(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
-        running = set(range(self._count))
-        while running:
+    def _results(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
+        codes: list[int | None] = [None]
+        while None in codes:
+            # not only sentinels: a process that a chain forked keeps its sentinel open
+            running = [process for process in self._processes if process.exitcode is None]
+            wait([process.sentinel for process in running], _SECONDS_TO_NOTICE)
+            codes = [process.exitcode for process in self._processes]
             for number, kind, value in self._messages():
-                if kind == "gone" and number in running:
-                    raise self._ended(number)
                 if kind == "error":
                     error, note = value
                     error.add_note(note)
                     raise error
                 if kind == "value":
-                    yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
-                elif kind == "progress":
+                    yield value, number
+                else:
                     bars.set_postfix(value, pos=number, refresh=False)
                     bars.update(pos=number)
-                elif kind == "end":
-                    running.discard(number)
+            for number, code in enumerate(codes):
+                if code:
+                    raise StateError(
+                        f"chain {number} ended without an error message (exit code {code}), so the"
+                        " run ends. kernel.get_samples() returns the draws of all chains; charges"
+                        " and reservations stay. Perhaps memory was too small."
+                    )
 
-    def _messages(self, timeout: float | None = None) -> Iterator[tuple[int, str, Any]]:
-        """One message of each chain that has sent one. Draws are stored, not returned."""
-        for pipe in wait(list(self._open), timeout):
-            assert isinstance(pipe, Connection)
-            number = self._open.pop(pipe)  # Ctrl-C in the middle of a message breaks the pipe
-            try:
-                kind, value = pipe.recv()
-            except Exception:  # the chain ended, perhaps in the middle of a message
-                kind, value = "gone", None
-            else:
-                self._open[pipe] = number
-            if kind == "draw":
-                own = {name: torch.as_tensor(part) for name, part in value.items()}
-                self._draws[number].append(own)
-            else:
-                yield number, kind, value
-
-    def _ended(self, number: int) -> StateError:
-        process = self._processes[number]
-        process.join(_SECONDS_TO_NOTICE)
-        process.kill()
-        process.join()
-        return StateError(
-            f"chain {number} ended without an error message (exit code {process.exitcode}), so the"
-            " run ends. kernel.get_samples() returns the draws of all chains; charges and"
-            " reservations stay. Perhaps memory was too small."
-        )
+    def _messages(self) -> Iterator[tuple[int, str, Any]]:
+        """What the chains have written since the last call. Draws are stored, not returned."""
+        for number, file in enumerate(self._files):
+            while True:
+                place = file.tell()
+                try:
+                    kind, value = pickle.load(file)
+                except BaseException as error:  # also Ctrl-C
+                    file.seek(place)
+                    if not isinstance(error, EOFError | pickle.UnpicklingError):
+                        raise
+                    break  # no more, or not yet all of it
+                if kind == "draw":
+                    self._draws[number].append(value)
+                else:
+                    yield number, kind, value
 
     def terminate(self, *_ignored: Any) -> None:
-        """Ask the running chains to stop, and store the draws that they have sent."""
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.send_bytes(b"stop")
-        end = time.monotonic() + _SECONDS_TO_STOP
-        while self._open and time.monotonic() < end:
-            for _ in self._messages(_SECONDS_TO_NOTICE):
-                pass
-        for pipe in self._pipes:
-            pipe.close()
+        """Ask the running chains to stop, and store the draws that they have written."""
         for process in self._processes:
-            process.join(_SECONDS_TO_NOTICE)
+            process.terminate()
+        end = time.monotonic() + _SECONDS_TO_STOP
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
-        self._processes, self._pipes, self._open = [], [], {}
+        for _ in self._messages():
+            pass
+        for file in self._files:
+            file.close()
+        self._processes, self._files = [], []
 
 
-class Chain(NamedTuple):
-    """A parallel chain, in its own process."""
+def _run_chain(
+    path: Path,
+    seed: int,
+    defaults: tuple[torch.dtype, torch.device],
+    start: Start,
+    shows_progress: bool,
+    kernel: PrivateKernel,
+    settings: tuple[int, int, Callable[..., Any] | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """A whole parallel chain, in its own process, which writes everything to ``path``. It stops
+    after an iteration if the process that started it asks it to stop, or has ended.
+    """
+    warmup_steps, num_samples, hook = settings
+    starter, asked = os.getppid(), list[int]()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the starter asks it to stop
+    signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    pyro.set_rng_seed(seed)
+    torch.set_default_dtype(defaults[0])
+    if torch.get_default_device() != defaults[1]:  # torch's mode makes all calls slower
+        torch.set_default_device(defaults[1])
+    kernel.start_at(start)
 
-    pipe: Connection  # to the process that started the chain, whose only message is to stop
-    shows_progress: bool
-    start: Start
-    seed: int
-    defaults: tuple[torch.dtype, torch.device]
+    def write(kind: str, value: Any) -> None:
+        pickle.dump((kind, value), file)
+        file.flush()
 
-    def run(
-        self,
-        kernel: PrivateKernel,
-        settings: tuple[int, int, Callable[..., Any] | None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Run the whole chain. It stops after an iteration if the process that started it asks it
-        to stop, or has ended.
-        """
-        warmup_steps, num_samples, hook = settings
-        starter = os.getppid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the starter asks it to stop
-        # else a process that the chain forks would keep the pipe open after the chain's end
-        os.register_at_fork(after_in_child=self.pipe.close)
-        pyro.set_rng_seed(self.seed)
-        torch.set_default_dtype(self.defaults[0])
-        if torch.get_default_device() != self.defaults[1]:  # torch's mode makes all calls slower
-            torch.set_default_device(self.defaults[1])
-        kernel.start_at(self.start)
+    def after_an_iteration(kernel: PrivateKernel, *what: Any) -> None:
+        if kernel.newest_draw is not None:
+            write("draw", kernel.newest_draw)
+        if shows_progress:
+            write("progress", kernel.logging())
+        if hook:
+            hook(kernel, *what)
+        if asked or os.getppid() != starter:
+            sys.exit(1)
 
-        def after_an_iteration(kernel: PrivateKernel, *what: Any) -> None:
-            if kernel.newest_draw is not None:
-                self._send("draw", kernel.newest_draw)
-            if self.shows_progress:
-                self._send("progress", kernel.logging())
-            if hook:
-                hook(kernel, *what)
-            # after the starter's end, its other children may keep its end of the pipe open
-            if self.pipe.poll() or os.getppid() != starter:
-                raise KeyboardInterrupt
-
-        with suppress(KeyboardInterrupt):
-            try:
-                for value in _gen_samples(
-                    kernel, warmup_steps, num_samples, after_an_iteration, None, *args, **kwargs
-                ):
-                    self._send("value", value)
-                self._send("end", None)
-            except Exception as error:
-                told: Exception = error
-                try:
-                    pickle.loads(pickle.dumps(error))
-                except Exception:  # the error cannot be sent
-                    told = StateError(f"a chain failed with a {type(error).__name__}.")
-                # the traceback is sent separately: pickling loses the notes of some errors
-                self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
-
-    def _send(self, kind: str, value: Any) -> None:
-        if isinstance(value, dict):
-            value = {name: _plain(part) for name, part in value.items()}
+    with path.open("ab") as file:
         try:
-            self.pipe.send((kind, _plain(value)))
-        except ConnectionError:  # the process that started the chain has ended
-            raise KeyboardInterrupt from None
-
-
-def _plain(value: Any) -> Any:
-    """A tensor as an array: torch would send a tensor through shared memory."""
-    return value.detach().cpu().numpy() if type(value) is Tensor else value
+            for value in _gen_samples(
+                kernel, warmup_steps, num_samples, after_an_iteration, None, *args, **kwargs
+            ):
+                write("value", value.cpu() if isinstance(value, Tensor) else value)
+        except Exception as error:
+            told: Exception = error
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # the error cannot be sent
+                told = StateError(f"a chain failed with a {type(error).__name__}.")
+            # the traceback is sent separately: pickling loses the notes of some errors
+            write("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))

@@ -46,9 +46,7 @@ class OnePosteriorSample:
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that gets its data as arguments. The
-            program of a Pyro model is recorded once for each shape of the data: if a constant of
-            the model changes, make a new object.
+            model with one data plate named "data" that gets its data as arguments.
         certificate: bounds a record's influence, and makes the draw. The default, 10,000 steps of
             Langevin dynamics, is for a GLM.
         epsilon: target ε of all charges on the accountant after one draw. None: no tempering.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.distributions import transforms
 
 from ..density import InvalidPoint, Prior, RecordDensity, clipped_ratio_sum
-from ..density.arguments import Arguments
 from ..density.pyro_runs import using_pyro
 from ..errors import CertificateError
 from .linear_model import ROUNDING
@@ -22,14 +22,11 @@ _IMPOSSIBLE = -1e30
 
 
 class PyroModel(Model):
-    """The posterior of a Pyro model's continuous latents, in unconstrained space. For
-    arguments of the same shapes, later calls reuse results that do not depend on the data.
-    """
+    """The posterior of a Pyro model's continuous latents, in unconstrained space."""
 
     def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
         self._model, self._count_is_public = model, count_is_public
         self._prior: Prior | None = None
-        self._read: dict[Any, RecordDensity] = {}  # densities without records
         self._wants_unconstrained: str | None = None
 
     def require_unconstrained(self, certificate: str) -> None:
@@ -38,14 +35,9 @@ class PyroModel(Model):
     def prepare(self, data: Data) -> Data:
         """The model on its data, after checks on synthetic rows of the data's shapes."""
         with using_pyro:
-            seen = _seen_of(data)
-            if (known := self._read.get(seen)) is not None:
-                arguments = Arguments(data, None, self._count_is_public)
-                density = known.with_rows(arguments.take_rows(known.arguments.size))
-            else:
-                density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
-                density.prior.sample()  # before the charge, refuse a prior that gives no start
-        prior = density.prior
+            density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
+            prior = density.prior
+            prior.sample()  # before the charge, refuse a prior that gives no start
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
@@ -54,9 +46,6 @@ class PyroModel(Model):
                         f" {name!r} has one: transform a real latent in the model, or use Bounded."
                     )
         self._prior = prior
-        if len(seen) == len(density.arguments.row_dims):  # all arguments are data
-            none = [row.new_empty([0, *row.shape[1:]]) for row in density.rows()]
-            self._read = {seen: density.with_rows(none)}  # a slice would keep their memory
         return (density,)
 
     def num_records(self, data: Data) -> int:
@@ -82,7 +71,7 @@ class PyroModel(Model):
             low, high = interval
             inside = (terms > low) & (terms < high)
             clipped = terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high)
-            return float(clipped.sum()), density.gradient_sum(point, inside)
+            return float(clipped.sum()), density.clipped_gradient_sum(point, math.inf, inside)
 
         def potential(theta: Tensor) -> Tensor:
             point = theta.detach().to(prior.dtype)
@@ -112,13 +101,6 @@ class PyroModel(Model):
         assert self._prior is not None
         values = self._prior.constrain(theta.to(self._prior.dtype))
         return {name: value.detach().clone() for name, value in values.items()}
-
-
-def _seen_of(data: Data) -> tuple[Any, ...]:
-    """Properties of tensors that a model can read, except values; () for other arguments."""
-    if not all(type(t) is Tensor for t in data):
-        return ()
-    return tuple((t.shape, t.dtype, t.device, torch.get_default_dtype()) for t in data)
 
 
 def _is_identity(transform: Any) -> bool:
