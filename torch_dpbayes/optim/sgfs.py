@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
-from ..noise import add_gaussian, check_positive, digest, in_cache
+from ..noise import add_gaussian, check_positive, digest
 from ..per_sample.gradient_source import GradientSource
 from ..release import ClippedSum, GroupGradient, Layout
 from .base import PrivateOptimizer
@@ -218,8 +218,7 @@ class DPSGFS(PrivateOptimizer):
                 damping = _spread(priors, part.gradients, part.gradient)
                 damping.div_(scale.square()).add_(noise)
                 part.gradient.div_(scale.square())
-            for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
-                gradient.div_(fisher_piece.clamp(min=floor).add_(added))
+            part.gradient.div_(information.clamp(min=floor).add_(damping))
             alpha = -2 * temperature * self.num_data / weight
             torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
