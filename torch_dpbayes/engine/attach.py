@@ -63,7 +63,7 @@ def made_private(
         )
     _require_own_streams(optimizer, loader)
     is_vouched = settings.assume_independent_records
-    of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
+    of_collate = loader.recordwise.notice(is_vouched=is_vouched)
     source = _source_for(settings, loader, is_in_parts=ranks is not None)
     try:
         if ranks is not None:
