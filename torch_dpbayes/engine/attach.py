@@ -18,7 +18,7 @@ from torch import nn
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
-from ..batches.datasets import records_digests
+from ..batches.datasets import records_digest
 from ..batches.poisson_loader import PoissonLoader, users_collate
 from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
@@ -101,12 +101,7 @@ def made_private(
         )
     _accountants[module] = ref(accountant)
     if not isinstance(settings.data_loader, PoissonLoader):
-        number, what = draws.drawn
-        divided = "" if ranks is None else f", divided among {ranks.size} ranks"
-        warnings.append(
-            f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
-            f" with probability {loader.sample_rate:.6g}, {len(loader)} batches per pass{divided}"
-        )
+        warnings.append(f"the data loader is replaced by {loader!r}")
     if run.target is not None:
         warnings += run.warnings(optimizer)
     elif settings.noise_multiplier is not None:
@@ -205,9 +200,11 @@ def _check_consistent(
         None if generator is None else stream_position(generator)
         for generator in (optimizer.release.noise.generator, sampler.generator)
     ]
-    digests = records_digests(loader.dataset, users_collate(loader))
     secrets = {  # no error message shows these values
-        "the records or their order (pass the whole data set on every rank)": digests,
+        "the records or their order (pass the whole data set on every rank, and draw random"
+        " numbers from torch's, NumPy's or Python's global generator)": records_digest(
+            loader.dataset, users_collate(loader)
+        ),
         "the generators of noise and sampling (seeds must be equal)": repr(generators),
     }
     ranks.check_consistent(MAKE_PRIVATE, secrets)

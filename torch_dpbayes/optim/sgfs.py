@@ -288,7 +288,7 @@ class FisherSum(ClippedSum):
         if needed > available:
             raise ArgumentError(
                 f'fisher="full" needs {num_parameters} x {num_parameters} matrices, together'
-                f" {needed / 2**30:.1f} GiB, but {available / 2**30:.1f} GiB are available: use"
+                f" {needed / 2**30:.1f} GiB, but there are {available / 2**30:.1f} GiB: use"
                 ' fisher="diagonal", or freeze parameters by requires_grad_(False).'
             )
         return num_parameters**2
@@ -348,13 +348,7 @@ class FisherSum(ClippedSum):
 
 
 def _available_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on the device without swapping."""
+    """Bytes of free memory on a GPU, or of all memory on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(
-                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
