@@ -39,12 +39,6 @@ _TAKEN_OVER = (
     " persistent_workers"
 ).split()
 _PLAIN = ("builtins", "collections")  # modules of containers that do not mix records
-_VOUCHED = "collate_fn gets whole batches: you vouch that it does not mix records"
-_ALONE = (
-    "collate_fn gets each record alone, so it cannot use other records or their number, as mixup"
-    " does: vouch by assume_independent_records=True for one that needs whole batches but does not"
-    " mix records"
-)
 _FIELDS = "records have different fields: put a number in place of missing values"
 _SHAPES = "records have different shapes: pad them in the data set to one public length"
 
@@ -305,7 +299,7 @@ class RecordwiseCollate:
         self, collate_fn: Callable[[list[Any]], Any], like: list[Any] | None = None
     ) -> None:
         self.wrapped_collator_fn = collate_fn
-        self._is_vouched, self._nesting = False, ""
+        self.is_vouched, self._nesting = False, ""
         if like is None:
             return
         batch = self(like)
@@ -343,7 +337,7 @@ class RecordwiseCollate:
         nestings = [*map(nesting_of, records)] if is_plain else []
         if any(nesting != nestings[0] for nesting in nestings):  # torch uses the first for all
             raise ArgumentError(_FIELDS, code="loader-collate")
-        if self._is_vouched or is_plain:
+        if self.is_vouched or is_plain:
             try:
                 return self.wrapped_collator_fn(records)
             except RuntimeError as error:  # its text contains shapes of records
@@ -370,13 +364,6 @@ class RecordwiseCollate:
             " assume_independent_records=True",
             code="loader-collate",
         )
-
-    def notice(self, *, is_vouched: bool) -> str:
-        """Set whether the user vouches for the function, and return what to tell the user."""
-        self._is_vouched |= is_vouched
-        if self.is_torchs:
-            return ""
-        return _VOUCHED if self._is_vouched else _ALONE
 
 
 def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:

@@ -40,6 +40,12 @@ _CHARGED_ELSEWHERE = (
     "the model was made private with another accountant before: for records in both trainings,"
     " epsilon is that of both accountants together"
 )
+_COLLATE_OF_BATCHES = "collate_fn gets whole batches: you vouch that it does not mix records"
+_COLLATE_OF_RECORDS = (
+    "collate_fn gets each record alone, so it cannot use other records or their number, as mixup"
+    " does: vouch by assume_independent_records=True for one that needs whole batches but does not"
+    " mix records"
+)
 _log = logging.getLogger("torch_dpbayes")
 
 
@@ -63,7 +69,7 @@ def made_private(
         )
     _require_own_streams(optimizer, loader)
     is_vouched = settings.assume_independent_records
-    of_collate = loader.recordwise.notice(is_vouched=is_vouched)
+    loader.recordwise.is_vouched = is_vouched
     source = _source_for(settings, loader, is_in_parts=ranks is not None)
     try:
         if ranks is not None:
@@ -86,7 +92,9 @@ def made_private(
             f" {optimizer.effective_noise_multiplier:.4g} at the first lr"
         )
     _log.info("%s", optimizer.release.bound_from)
-    warnings = [of_collate] if of_collate else []
+    warnings = []
+    if not loader.recordwise.is_torchs:
+        warnings.append(_COLLATE_OF_BATCHES if is_vouched else _COLLATE_OF_RECORDS)
     known = _accountants.get(module)
     before = accountant if known is None else known()
     # the earlier accountant may hold charges that this new one does not have
