@@ -331,7 +331,7 @@ def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples], 
         x, y = problem.test_x, problem.test_y[:, 0]
         means = s.predict(problem.network, x)
         low, high = s.predictive_quantiles(problem.network, x, (0.05, 0.95))
-        error = SCORE_UNIT * metrics.root_mean_squared_error(means, y)
+        error = SCORE_UNIT * float(nn.functional.mse_loss(means, y).sqrt())
         surprise = -float(s.log_likelihood(problem.network, x, y).mean())
         covered = metrics.interval_coverage(low, high, y)
         print(f"{name:32}{error:12.1f}{surprise + math.log(SCORE_UNIT):9.3f}{covered:19.1%}")

@@ -32,7 +32,6 @@ OF_PYTHON = {
     ("density/record_density.py", "ValueError"),
     ("mcmc/chains.py", "KeyboardInterrupt"),  # a chain ends as if Ctrl-C were pressed
     ("ops/__init__.py", "AttributeError"),
-    ("posterior/files.py", "ModuleNotFoundError"),
 }
 
 

@@ -56,7 +56,7 @@ class StateError(DPBayesError, RuntimeError):
 
 
 class DivergedError(DPBayesError, FloatingPointError):
-    """Parameters would not be finite. They are unchanged; the charge stays."""
+    """Parameters are not finite, or a step would make them infinite."""
 
     code = "diverged"
 

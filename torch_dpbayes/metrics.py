@@ -31,7 +31,6 @@ __all__ = [
     "interval_coverage",
     "negative_log_likelihood",
     "reliability_curve",
-    "root_mean_squared_error",
 ]
 
 
@@ -122,14 +121,6 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
             )
     counted = mannwhitneyu(outside.numpy(), inside.numpy(), method="asymptotic").statistic
     return float(counted) / (len(outside) * len(inside))
-
-
-def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
-    """Square root of the mean squared difference, in the targets' units. Both tensors have
-    the same shape.
-    """
-    predictions, targets = _of_same_shape("predictions", predictions, targets)
-    return float(functional.mse_loss(predictions.double(), targets.double()).sqrt())
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:

@@ -333,16 +333,6 @@ def _with_tails(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     return vector.index_add_(0, places.clamp(min=0), change.masked_fill(places < 0, 0.0))
 
 
-def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Vectors of one length, on the CPU in pieces that stay in the cache during several operations;
-    on a GPU unchanged.
-    """
-    if vectors[0].shape[0] > _PIECE and vectors[0].device.type == "cpu":
-        yield from zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
-    else:
-        yield vectors
-
-
 def stream_of_key(
     what: str, generator: torch.Generator, parts: Iterable[Tensor | str], device: torch.device | str
 ) -> torch.Generator:

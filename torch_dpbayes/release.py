@@ -56,15 +56,15 @@ class GroupGradient:
         noise_multiplier: z of this step; infinite if lr = 0 and no data was used.
         prior_stds: standard deviations of the Gaussian prior, one for each parameter.
         options: the group's, from which ``noise_multiplier`` and ``prior_stds`` were computed.
-        kept: vectors that an algorithm keeps between steps, flat and by views.
     """
 
     def __init__(self, member: Member, gradient: Tensor) -> None:
         self.group, self.names, self.parameters = member
-        self.gradient, self.gradients = gradient, self.views(gradient)
+        pieces = gradient.split([p.numel() for p in self.parameters])
+        self.gradient = gradient
+        self.gradients = [g.view(p.shape) for g, p in zip(pieces, self.parameters, strict=True)]
         self.noise_multiplier, self.prior_stds = math.inf, list[float]()
         self.options: list[Any] = []
-        self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def current_options(self) -> list[Any]:
         """The group's options, which are public; mutable ones are copied."""
@@ -76,11 +76,6 @@ class GroupGradient:
                 require_public("a parameter group", [value])
                 found.append(value.tolist() if isinstance(value, Tensor) else copy(value))
         return found
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """``flat`` by pieces that are shaped like the parameters."""
-        pieces = flat.split([p.numel() for p in self.parameters])
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
 
 
 class Layout:

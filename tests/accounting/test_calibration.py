@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import dp_accounting as dpa
 import pytest
@@ -165,3 +167,14 @@ def test_the_cost_of_a_plan(capsys):
     full = ["--noise-multiplier", "1", "--sample-rate", "1", "--delta", "1e-5", "--steps", "4"]
     exact = PrivacyAccountant().compose(GaussianDpEvent(0.5)).get_epsilon(DELTA)
     assert said(capsys, "compare", *full)["gdp_lower_bound"] == pytest.approx(exact)
+
+
+def test_a_command_ends_quietly_if_its_reader_has_enough():
+    """As ``head`` has."""
+    plan = "--noise-multiplier 1 --sample-rate 1 --steps 1 --delta 1e-5"
+    command = [sys.executable, "-m", "torch_dpbayes.accounting", "epsilon", *plan.split()]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert done.returncode == 1 and done.stderr == b""

@@ -9,22 +9,21 @@ from torch_dpbayes import PosteriorSamples
 
 
 class Table(nn.Module):
-    """Its output is a parameter, of which an input chooses the row; ``log_std`` is another one."""
+    """Its output is a parameter, of which an input chooses the row."""
 
-    def __init__(self, output, log_std=0.0):
+    def __init__(self, output):
         super().__init__()
         self.output = nn.Parameter(torch.as_tensor(output, dtype=torch.float64))
-        self.log_std = nn.Parameter(torch.as_tensor(log_std, dtype=torch.float64))
 
     def forward(self, x):
         return self.output[x]
 
 
-def sampled(outputs, *arguments, scales=None, **options):
+def sampled(outputs, *arguments, **options):
     """Samples whose outputs are ``outputs[s]``, the model, and inputs for all rows."""
     samples = PosteriorSamples(*arguments, burn_in=0, **options)
-    for s, output in enumerate(outputs):
-        model = Table(output, 0.0 if scales is None else scales[s])
+    for output in outputs:
+        model = Table(output)
         samples.collect(model)
     return samples, model, torch.arange(len(outputs[0]))
 

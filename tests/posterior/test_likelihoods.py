@@ -64,7 +64,7 @@ def test_classes(numbers, of, temperature, scale):
     assert quantiles == pytest.approx(np.quantile(points, (0.1, 0.8), axis=0))
 
 
-FORMS = ["mean and log variance", "[n]", "[n, 1]", "[n, targets]", "learned"]
+FORMS = ["mean and log variance", "[n]", "[n, 1]", "[n, targets]"]
 
 
 @examples(100)
@@ -80,10 +80,6 @@ def test_normal(numbers, form, temperature):
         outputs, options = np.stack([means, 2 * np.log(stds)], -1), {}
     elif form == "[n, 1]":
         outputs = means[..., None]
-    elif form == "learned":
-        scales = generator.normal(size=size)
-        stds = np.exp(np.broadcast_to(scales[:, None], means.shape))
-        options = {"noise_std": lambda net: net.log_std.exp(), "scales": scales}
     samples, model, x = sampled(outputs, "normal", **options)
     samples.temperature, stds = temperature, stds * math.sqrt(temperature)
     assert samples.predict(model, x).numpy() == pytest.approx(means.mean(0))
@@ -179,7 +175,6 @@ REFUSED = {
         of((4, 2), "normal", y=torch.zeros(4, 2)),
         of((4,), "normal", y=torch.zeros(4)),  # without noise
         *(of((4,), "normal", call=call) for call in (ENTROPY, quantiles(0.5))),
-        of((4, 1), "normal", noise_std=lambda net: -1.0),
     ],
     "argument": [
         *(

@@ -71,7 +71,6 @@ def test_a_bin_holds_its_upper_end_and_an_empty_one_is_nan():
 
 def test_cases_worked_by_hand():
     values, targets = np.array([1.0, 2.0, 4.0]), [1.0, 4.0, 3.0]
-    assert metrics.root_mean_squared_error(values, targets) == pytest.approx((5 / 3) ** 0.5)
     assert metrics.interval_coverage(values, values + 1, targets) == pytest.approx(1 / 3)
     assert metrics.interval_coverage(values - 2, values, targets) == pytest.approx(2 / 3)
     assert math.isfinite(metrics.negative_log_likelihood(torch.eye(3).roll(1, 0), torch.arange(3)))
@@ -90,7 +89,7 @@ ROWS, LABELS = torch.eye(2), torch.arange(2)
         lambda: metrics.brier_score(ROWS[:0], LABELS[:0]),
         lambda: metrics.area_under_roc(torch.tensor([torch.nan]), torch.ones(1)),
         lambda: metrics.area_under_roc(torch.ones(1), torch.ones(0)),
-        lambda: metrics.root_mean_squared_error(torch.zeros(3, 1), torch.zeros(3)),
+        lambda: metrics.interval_coverage(torch.zeros(3), torch.zeros(3, 1), torch.zeros(3)),
         lambda: metrics.interval_coverage(*3 * [torch.zeros(0)]),
     ],
 )

@@ -146,20 +146,6 @@ def test_a_file_holds_tensors_and_plain_numbers(noise_std, tmp_path):
         loaded.collect(nn.Linear(2, 2))
 
 
-def test_a_function_for_the_noise_is_missed_after_loading(tmp_path):
-    """Means of two targets would pass for a mean and a log variance."""
-    outputs, path = torch.randn(3, 5, 2, dtype=torch.float64), tmp_path / "samples.pt"
-    options = {"noise_std": lambda net: net.log_std.exp(), "scales": [0.1, 0.2, 0.3]}
-    samples, model, x = sampled(outputs, "normal", **options)
-    samples.save(path)
-    PosteriorSamples.load(path).save(path)  # which changes nothing
-    loaded = PosteriorSamples.load(path)
-    with pytest.raises(dpb.DPBayesError):
-        loaded.predict(model, x)
-    loaded.noise_std = samples.noise_std
-    assert torch.equal(loaded.predict(model, x), samples.predict(model, x))
-
-
 def test_a_failed_save_leaves_the_older_file_alone(tmp_path):
     path = tmp_path / "samples.pt"
     walked(nn.Linear(2, 2))[0].save(path)

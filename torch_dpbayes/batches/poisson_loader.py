@@ -1,5 +1,5 @@
-"""A loader that delivers the draws of a sampler. It calls the user's collate function with each
-record alone, and refuses a function that gives another result for a whole batch.
+"""A loader that delivers the draws of a sampler, and calls the user's collate function with each
+record alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -40,21 +38,9 @@ _TAKEN_OVER = (
     "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
     " persistent_workers"
 ).split()
-_RECORDS = 5  # synthetic records of a comparison
-_TOLERANCE = 1e-4  # for rounding: sums may have another order
 _PLAIN = ("builtins", "collections")  # modules of containers that do not mix records
-_VOUCHED = "collate_fn gets whole batches: you vouch that it does not mix records"
-_RANDOM = (
-    "collate_fn draws random numbers. It runs for each record alone, so a number that mixup would"
-    " draw once for a batch is drawn for every record"
-)
 _FIELDS = "records have different fields: put a number in place of missing values"
 _SHAPES = "records have different shapes: pad them in the data set to one public length"
-_DIFFERS = (
-    "collate_fn gets each record alone, but for synthetic records this gives another batch than all"
-    " at once: do not use other records or their number, as mixup does, or vouch by"
-    " assume_independent_records=True"
-)
 
 
 class _DeliveringCollate:
@@ -313,7 +299,7 @@ class RecordwiseCollate:
         self, collate_fn: Callable[[list[Any]], Any], like: list[Any] | None = None
     ) -> None:
         self.wrapped_collator_fn = collate_fn
-        self._is_vouched, self._nesting = False, ""
+        self.is_vouched, self._nesting = False, ""
         if like is None:
             return
         batch = self(like)
@@ -351,7 +337,7 @@ class RecordwiseCollate:
         nestings = [*map(nesting_of, records)] if is_plain else []
         if any(nesting != nestings[0] for nesting in nestings):  # torch uses the first for all
             raise ArgumentError(_FIELDS, code="loader-collate")
-        if self._is_vouched or is_plain:
+        if self.is_vouched or is_plain:
             try:
                 return self.wrapped_collator_fn(records)
             except RuntimeError as error:  # its text contains shapes of records
@@ -379,32 +365,6 @@ class RecordwiseCollate:
             code="loader-collate",
         )
 
-    def require_same_alone(self, dataset: Any, *, is_vouched: bool = False) -> str:
-        """Raise if the function gives another result for synthetic records alone than for their
-        batch, unless the user vouches for it. A function that fails on them is not tested; for a
-        random one only shapes are compared. Returns a text for the user, or an empty one.
-        """
-        self._is_vouched |= is_vouched
-        if len(dataset) == 0 or (self.is_torchs and _is_plain(dataset[0])):
-            return ""
-        if self._is_vouched:
-            return _VOUCHED
-        streams = [torch.Generator().manual_seed(k) for k in range(_RECORDS)]
-        first = dataset[0]
-        records = [pytree.tree_map(partial(_like, generator=s), first) for s in streams]
-        together, again = (_tensors(self.wrapped_collator_fn, records, seed) for seed in (0, 1))
-        if together is None or again is None:
-            return ""
-        with seeded(0):
-            alone = list(tensors_in(self(records)))
-        shapes = [t.shape for t in together]
-        is_repeatable = shapes == [t.shape for t in again] and _are_close(together, again, 0.0)
-        if shapes != [t.shape for t in alone] or (
-            is_repeatable and not _are_close(together, alone, _TOLERANCE)
-        ):
-            raise ArgumentError(_DIFFERS, code="loader-collate")
-        return "" if is_repeatable else _RANDOM
-
 
 def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
     """Raise if reading other records changes a record: a batch would repeat its last one."""
@@ -416,7 +376,7 @@ def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any
         with seeded(0):
             looks.append([t.clone() for t in tensors_in(collate_fn([record]))])
     first, again, after = looks
-    if _are_close(first, again, 0.0) and not _are_close(again, after, 0.0):
+    if _are_equal(first, again) and not _are_equal(again, after):
         raise ArgumentError(
             "a record changes when another one is read (a shared buffer?): return buffer.clone()",
             code="loader-collate",
@@ -435,33 +395,8 @@ def _no_empty_batch(record: Any, what: str) -> ArgumentError:
     )
 
 
-def _tensors(
-    collate_fn: Callable[[list[Any]], Any], records: list[Any], seed: int
-) -> list[Tensor] | None:
-    """The tensors of a batch of synthetic records; None if the function fails."""
-    with seeded(seed):
-        try:
-            return list(tensors_in(collate_fn(records)))
-        except Exception:
-            return None
-
-
-def _are_close(found: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
-    """Whether the tensors are equal up to the tolerance; NaN equals NaN."""
+def _are_equal(found: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether the tensors are equal; NaN equals NaN."""
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (*found, *others)]
     pairs = zip(wide[: len(found)], wide[len(found) :], strict=True)
-    return all(torch.allclose(a, b, tolerance, tolerance, equal_nan=True) for a, b in pairs)
-
-
-def _like(value: Any, generator: torch.Generator) -> Any:
-    """Random values of the same shape and type: fractions, or labels 0 and 1."""
-    if isinstance(value, Tensor):
-        uniform = torch.rand(value.shape, generator=generator)
-        return (uniform if value.is_floating_point() else uniform < 0.5).to(value.dtype)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        return _like(torch.from_numpy(np.zeros(value.shape, value.dtype)), generator).numpy()
-    if isinstance(value, (bool, int, float, np.number, np.bool_)):
-        number = float(torch.rand((), generator=generator))
-        as_given: Any = type(value)
-        return as_given(number if isinstance(value, (float, np.floating)) else round(number))
-    return value
+    return all(torch.allclose(a, b, 0.0, 0.0, equal_nan=True) for a, b in pairs)

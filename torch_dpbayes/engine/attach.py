@@ -18,7 +18,7 @@ from torch import nn
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
-from ..batches.datasets import records_digests
+from ..batches.datasets import records_digest
 from ..batches.poisson_loader import PoissonLoader, users_collate
 from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
@@ -39,6 +39,12 @@ _accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDict
 _CHARGED_ELSEWHERE = (
     "the model was made private with another accountant before: for records in both trainings,"
     " epsilon is that of both accountants together"
+)
+_COLLATE_OF_BATCHES = "collate_fn gets whole batches: you vouch that it does not mix records"
+_COLLATE_OF_RECORDS = (
+    "collate_fn gets each record alone, so it cannot use other records or their number, as mixup"
+    " does: vouch by assume_independent_records=True for one that needs whole batches but does not"
+    " mix records"
 )
 _log = logging.getLogger("torch_dpbayes")
 
@@ -63,7 +69,7 @@ def made_private(
         )
     _require_own_streams(optimizer, loader)
     is_vouched = settings.assume_independent_records
-    of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
+    loader.recordwise.is_vouched = is_vouched
     source = _source_for(settings, loader, is_in_parts=ranks is not None)
     try:
         if ranks is not None:
@@ -86,7 +92,9 @@ def made_private(
             f" {optimizer.effective_noise_multiplier:.4g} at the first lr"
         )
     _log.info("%s", optimizer.release.bound_from)
-    warnings = [of_collate] if of_collate else []
+    warnings = []
+    if not loader.recordwise.is_torchs:
+        warnings.append(_COLLATE_OF_BATCHES if is_vouched else _COLLATE_OF_RECORDS)
     known = _accountants.get(module)
     before = accountant if known is None else known()
     # the earlier accountant may hold charges that this new one does not have
@@ -101,12 +109,7 @@ def made_private(
         )
     _accountants[module] = ref(accountant)
     if not isinstance(settings.data_loader, PoissonLoader):
-        number, what = draws.drawn
-        divided = "" if ranks is None else f", divided among {ranks.size} ranks"
-        warnings.append(
-            f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
-            f" with probability {loader.sample_rate:.6g}, {len(loader)} batches per pass{divided}"
-        )
+        warnings.append(f"the data loader is replaced by {loader!r}")
     if run.target is not None:
         warnings += run.warnings(optimizer)
     elif settings.noise_multiplier is not None:
@@ -205,9 +208,11 @@ def _check_consistent(
         None if generator is None else stream_position(generator)
         for generator in (optimizer.release.noise.generator, sampler.generator)
     ]
-    digests = records_digests(loader.dataset, users_collate(loader))
     secrets = {  # no error message shows these values
-        "the records or their order (pass the whole data set on every rank)": digests,
+        "the records or their order (pass the whole data set on every rank, and draw random"
+        " numbers from torch's, NumPy's or Python's global generator)": records_digest(
+            loader.dataset, users_collate(loader)
+        ),
         "the generators of noise and sampling (seeds must be equal)": repr(generators),
     }
     ranks.check_consistent(MAKE_PRIVATE, secrets)

@@ -37,7 +37,6 @@ from ..release import GroupGradient, Layout, Release, require_public
 from .declared import DeclaredOptimizer
 from .settings import LogPrior, fits
 
-_ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
 
@@ -79,8 +78,7 @@ class PrivateOptimizer(DeclaredOptimizer):
             RuntimeError: a parameter has no per-record gradients; the batch is not a fresh,
                 complete draw of the private loader; a buffer or a frozen parameter changed since
                 the loader's first batch; or the model is not the one that was checked.
-            DivergedError: a parameter is not finite, and nothing was charged; or it would not be
-                finite after the step, so parameters and state are unchanged and the charge stays.
+            DivergedError: a parameter is not finite; nothing was charged.
             ArgumentError: an option is not finite.
         """
         release, loss = self.release, None
@@ -103,30 +101,13 @@ class PrivateOptimizer(DeclaredOptimizer):
                     if (options := part.current_options()) != part.options:  # z depends on them
                         part.noise_multiplier, part.options = self._multiplier(part.group), options
                         part.prior_stds = _prior_stds(part)
-                largest = _largest_norm(layout)
-                slopes = saved = None
-                if (log_prior := self._constants.log_prior) is not None:
-                    slopes = _slopes(log_prior, layout)
-                if not self._cannot_overflow(layout, largest, slopes):
-                    values = [p.detach().clone() for p in layout.parameters]
-                    saved = values, self._copied_state({id(p): p for p in self._parameters()})
+                norm = _finite_norm(layout)
+                log_prior = self._constants.log_prior
+                slopes = None if log_prior is None else _slopes(log_prior, layout)
                 # collect the clipped sum, check that nothing changed, charge, add noise
-                if release.take(layout, self._settings, largest):
+                if release.take(layout, self._settings, norm):
                     _add_prior(slopes, layout, self._constants.num_data)
                     self._update(layout.groups)
-                    if saved is not None and (broken := _not_finite(layout)):
-                        torch._foreach_copy_(layout.parameters, saved[0])
-                        for group, before in zip(
-                            self.param_groups, saved[1]["param_groups"], strict=True
-                        ):
-                            group.clear()  # not a new one: the caller may hold it
-                            group.update(before)
-                        self.state = saved[1]["state"]
-                        raise DivergedError(
-                            f"{broken!r} is not finite after this step: use a smaller lr (now"
-                            f" {', '.join(str(g['lr']) for g in self.param_groups)}). Parameters"
-                            " and state are unchanged; the charge stays."
-                        )
             except BaseException:
                 release.forget_parts()
                 if self._layout is not None:
@@ -158,38 +139,17 @@ class PrivateOptimizer(DeclaredOptimizer):
             self._layout_made_for = made_for
         return self._layout
 
-    def _cannot_overflow(self, layout: Layout, largest: float, slopes: list[Tensor] | None) -> bool:
-        """Whether one step cannot overflow float32 in any number of this layout."""
-        bound, c = largest, self._constants
-        for part in layout.groups:
-            noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
-            scale = (c.num_data + 12 * noise) * self.max_grad_norm / c.expected_batch_size
-            if slopes is not None:
-                pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
-            else:
-                pull = largest / min(part.prior_stds) ** 2
-            longest = max(1.0, part.group["lr"])
-            bound = max(bound, longest, longest * scale, longest * pull)
-        return bound < _ORDINARY and (
-            layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
-        )
-
-    def _kept(self, part: GroupGradient, name: str) -> tuple[Tensor, list[Tensor]]:
-        """A vector of the part's size that an algorithm keeps between steps, initially 0: flat, and
-        as views.
-
-        The views have the parameters' shapes. They are in ``self.state``, where ``state_dict`` and
-        ``deepcopy`` find them.
+    def _kept(self, part: GroupGradient, name: str) -> list[Tensor]:
+        """What an algorithm keeps between steps, initially 0: one tensor for each parameter, in the
+        type of the gradient.
         """
-        kept = part.kept.get(name)
-        if kept is None or self.state[part.parameters[0]].get(name) is not kept[1][0]:
-            flat = torch.zeros_like(part.gradient)
-            kept = part.kept[name] = (flat, part.views(flat))
-            for p, view in zip(part.parameters, kept[1], strict=True):
-                if name in self.state[p]:
-                    view.copy_(self.state[p][name])
-                self.state[p][name] = view
-        return kept
+        found = []
+        for p, gradient in zip(part.parameters, part.gradients, strict=True):
+            kept = self.state[p].get(name)
+            kept = torch.zeros_like(gradient) if kept is None else kept.to(gradient)
+            self.state[p][name] = kept
+            found.append(kept)
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Delete the gradients of the last backward pass, also per-record ones."""
@@ -248,16 +208,12 @@ class PrivateOptimizer(DeclaredOptimizer):
         for name, value in vars(self).items():
             if name.startswith("_") and not name.startswith("_optimizer_"):
                 setattr(copy, name, value)
-        Optimizer.__setstate__(copy, self._copied_state(memo))
+        Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
         pairs = zip(self._parameters(), copy._parameters(), strict=True)
         is_other = any(own is not copied for own, copied in pairs)
         copy.release = self.release.duplicate(has_other_parameters=is_other)
         copy._layout = None
         return copy
-
-    def _copied_state(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """A copy of torch's part: groups, state and defaults."""
-        return deepcopy(Optimizer.__getstate__(self), memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ArgumentTypeError(
@@ -429,11 +385,8 @@ def _add_prior(found: list[Tensor] | None, layout: Layout, num_data: int) -> Non
                 torch._foreach_sub_(part.gradients, [weight * mean for weight in weights])
 
 
-# -- parameters stay finite ------------------------------------------------------------------------
-
-
-def _largest_norm(layout: Layout) -> float:
-    """A number that is at least the norm of the largest parameter.
+def _finite_norm(layout: Layout) -> float:
+    """The sum of the parameters' norms.
 
     Raises:
         DivergedError: a parameter is not finite.
@@ -441,15 +394,12 @@ def _largest_norm(layout: Layout) -> float:
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
     numbers = map(float, norms) if norms[0].is_cpu else torch.stack(norms).tolist()
-    largest: float = sum(numbers)  # NaN if one of them is NaN
-    if not math.isfinite(largest) and (broken := _not_finite(layout)):
-        raise DivergedError(
-            f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
-            " saved state and use a smaller lr. Nothing was charged."
-        )
-    return largest
-
-
-def _not_finite(layout: Layout) -> str:
-    """Name of a parameter that is not finite, or an empty string."""
-    return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
+    total: float = sum(numbers)  # NaN if one of them is NaN
+    if not math.isfinite(total):
+        for name, p in layout.named:
+            if not bool(torch.isfinite(p).all()):
+                raise DivergedError(
+                    f"parameter {name!r} is not finite, so every gradient would count as zero: load"
+                    " a saved state and use a smaller lr. Nothing was charged."
+                )
+    return total

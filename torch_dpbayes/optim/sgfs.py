@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
-from ..noise import add_gaussian, check_positive, digest, in_cache
+from ..noise import add_gaussian, check_positive, digest
 from ..per_sample.gradient_source import GradientSource
 from ..release import ClippedSum, GroupGradient, Layout
 from .base import PrivateOptimizer
@@ -218,8 +218,7 @@ class DPSGFS(PrivateOptimizer):
                 damping = _spread(priors, part.gradients, part.gradient)
                 damping.div_(scale.square()).add_(noise)
                 part.gradient.div_(scale.square())
-            for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
-                gradient.div_(fisher_piece.clamp(min=floor).add_(added))
+            part.gradient.div_(information.clamp(min=floor).add_(damping))
             alpha = -2 * temperature * self.num_data / weight
             torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
@@ -289,7 +288,7 @@ class FisherSum(ClippedSum):
         if needed > available:
             raise ArgumentError(
                 f'fisher="full" needs {num_parameters} x {num_parameters} matrices, together'
-                f" {needed / 2**30:.1f} GiB, but {available / 2**30:.1f} GiB are available: use"
+                f" {needed / 2**30:.1f} GiB, but there are {available / 2**30:.1f} GiB: use"
                 ' fisher="diagonal", or freeze parameters by requires_grad_(False).'
             )
         return num_parameters**2
@@ -349,13 +348,7 @@ class FisherSum(ClippedSum):
 
 
 def _available_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on the device without swapping."""
+    """Bytes of free memory on a GPU, or of all memory on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(
-                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

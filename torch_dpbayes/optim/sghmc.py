@@ -9,7 +9,6 @@ from typing import Any, Literal, Unpack
 import torch
 
 from ..errors import ArgumentError
-from ..noise import in_cache
 from ..release import GroupGradient
 from .base import PrivateOptimizer
 from .settings import Options, require_fraction
@@ -99,15 +98,15 @@ class DPSGHMC(PrivateOptimizer):
     def _update(self, parts: list[GroupGradient]) -> None:
         for part in parts:
             lr = float(part.group["lr"])
-            velocity, velocities = self._kept(part, "velocity")
+            velocities = self._kept(part, "velocity")
             if not self._matches_friction:
                 friction = self._friction(part.group)
             else:
                 friction = self._matching_friction(part.group, part.noise_multiplier) if lr else 0.0
                 before = part.group.get("velocity_lr", lr)
                 if lr != before and before > 0:
-                    velocity.mul_(math.sqrt(lr / before))
+                    torch._foreach_mul_(velocities, math.sqrt(lr / before))
                 part.group["velocity_lr"] = lr
-            for v, gradient in in_cache(velocity, part.gradient):
-                v.mul_(1 - friction).add_(gradient, alpha=-lr)
+            torch._foreach_mul_(velocities, 1 - friction)
+            torch._foreach_add_(velocities, part.gradients, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)

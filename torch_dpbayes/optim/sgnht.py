@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Unpack
 
 import torch
 
-from ..noise import check_positive, in_cache
+from ..noise import check_positive
 from ..release import GroupGradient
 from .base import PrivateOptimizer
 from .settings import Options, read_only, require_fraction
@@ -103,17 +103,16 @@ class DPSGNHT(PrivateOptimizer):
         for part in parts:
             lr = float(part.group["lr"])
             temperature = self._temperature_of(part.group)
-            velocity, velocities = self._kept(part, "velocity")
+            velocities = self._kept(part, "velocity")
             if lr == 0:
-                velocity.mul_(1 - friction)
+                torch._foreach_mul_(velocities, 1 - friction)
             else:
-                for v, gradient in in_cache(velocity, part.gradient):
-                    # −(v + v')/η, twice the velocity at the half step
-                    doubled = gradient.add_(v, alpha=-(2 - friction) / lr)
-                    kinetic += (
-                        self.num_data * lr * float(torch.dot(doubled, doubled)) / (4 * temperature)
-                    )
-                    v.neg_().add_(doubled, alpha=-lr)
+                # −(v + v')/η, twice the velocity at the half step
+                torch._foreach_add_(part.gradients, velocities, alpha=-(2 - friction) / lr)
+                square = float(torch.dot(part.gradient, part.gradient))
+                kinetic += self.num_data * lr * square / (4 * temperature)
+                torch._foreach_neg_(velocities)
+                torch._foreach_add_(velocities, part.gradients, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)
         if active:
             friction = min(

@@ -52,14 +52,8 @@ def array_of(sample: Tensor) -> np.ndarray[Any, Any]:
 
 def arviz_of(posterior: dict[str, Any]) -> Any:
     """ArviZ's structure of variables ``[chain, draw, ...]``."""
-    try:
-        import arviz
-    except ModuleNotFoundError as error:
-        if error.name != "arviz":
-            raise
-        raise ModuleNotFoundError(
-            "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
-        ) from error
+    import arviz
+
     if int(arviz.__version__.split(".")[0]) < 1:
         return arviz.from_dict(posterior=posterior)
     return arviz.from_dict({"posterior": posterior})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from torch import Tensor, distributions, nn
 from ..errors import ArgumentError, SamplesError
 from ..noise import check_positive
 from .outputs import average
-
-NoiseStd = float | Callable[[nn.Module], Tensor]
 
 # The grid of a normal component: standard deviations to each side, and number of points. Entropies
 # of mixtures have errors below 0.01 nats, even if the components' scales are very different.
@@ -262,7 +260,7 @@ class Normal(Likelihood):
             )
 
 
-def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | None) -> Likelihood:
+def likelihood_of(name: str | None, shape: Sequence[int], noise_std: float | None) -> Likelihood:
     """The likelihood for outputs of this shape; by default three columns or more are classes."""
     if name is None and len(shape) > 1 and shape[-1] > 2:
         name = "categorical"
@@ -273,41 +271,23 @@ def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | 
     return Categorical() if name == "categorical" else Bernoulli()
 
 
-def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
-    """Raise unless the arguments of PosteriorSamples are valid."""
+def checked_noise_std(name: str | None, noise_std: Any) -> float | None:
+    """``noise_std`` as a number; raises unless the arguments of PosteriorSamples are valid."""
     if name not in (None, "categorical", "bernoulli", "normal"):
         raise ArgumentError(f"likelihood={name!r}: {_THREE}")
     if noise_std is None:
-        return
+        return None
     if name != "normal":
         raise ArgumentError('noise_std= belongs to likelihood="normal": write both, or neither')
-    if not callable(noise_std):
-        is_scalar = isinstance(noise_std, Tensor) and noise_std.numel() == 1
-        what = "that of the likelihood: math.sqrt(0.5) for a model trained with MSELoss"
-        check_positive("noise_std", float(noise_std) if is_scalar else noise_std, what)
+    is_scalar = isinstance(noise_std, Tensor) and noise_std.numel() == 1
+    what = "that of the likelihood: math.sqrt(0.5) for a model trained with MSELoss"
+    return check_positive("noise_std", float(noise_std) if is_scalar else noise_std, what)
 
 
-def forgotten_noise_std(model: nn.Module) -> Tensor:
-    """Replaces a function that a file cannot store. Without this error, means of two targets would
-    count as a mean and a log variance.
-    """
-    raise SamplesError(
-        "noise_std was a function when these samples were saved, and files cannot store it: set"
-        " samples.noise_std again"
-    )
-
-
-def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
+def with_noise(output: Tensor, noise_std: float) -> Tensor:
     """Means and log variances, from an output of means and ``noise_std``."""
     mean = _without_column(output)
-    std = noise_std(model) if callable(noise_std) else noise_std
-    scale = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
-    if not bool((scale > 0).all()):
-        raise SamplesError(
-            "the function given as noise_std returned a value that is not positive: return a"
-            " standard deviation, such as log_scale.exp()"
-        )
-    log_variance = 2 * scale.log()
+    log_variance = 2 * mean.new_tensor(noise_std).log()
     return torch.stack([mean, log_variance.expand_as(mean)], -1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, DivergedError, SamplesError, StateError
 from . import files, outputs
-from .likelihoods import Likelihood, NoiseStd, likelihood_of, require_likelihood, with_noise
+from .likelihoods import Likelihood, checked_noise_std, likelihood_of, with_noise
 from .outputs import Forward, Inputs, Sample, Transform
 
 _LEVEL = 0.01  # of the t test that compares the halves of the samples for one prediction
@@ -156,13 +156,11 @@ class Predictions(Chain):
         thin: int = 1,
         max_samples: int = 100,
         *,
-        noise_std: NoiseStd | None = None,
+        noise_std: float | None = None,
     ) -> None:
         super().__init__(burn_in, thin, max_samples)
-        require_likelihood(likelihood, noise_std)
-        if noise_std is not None and not callable(noise_std):
-            noise_std = float(noise_std)
-        self.likelihood, self.noise_std, self._temperature = likelihood, noise_std, 1.0
+        self.likelihood, self._temperature = likelihood, 1.0
+        self.noise_std = checked_noise_std(likelihood, noise_std)
 
     def predict(
         self,
@@ -382,7 +380,7 @@ class Predictions(Chain):
             output = call(of_model, batch)
             if noise_std is None or not isinstance(output, Tensor):
                 return output  # the caller raises an error
-            return with_noise(output, of_model, noise_std)
+            return with_noise(output, noise_std)
 
         def reduced(found: Iterator[Tensor]) -> Tensor:
             first = next(found)

@@ -18,13 +18,12 @@ from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError, CheckpointError, SamplesError
 from ..noise import check_positive
 from . import calibration, files, outputs
-from .likelihoods import NoiseStd, forgotten_noise_std, likelihood_of
+from .likelihoods import likelihood_of
 from .outputs import Forward, require_same_buffers
 from .predictions import Predictions
 
 _ARGUMENTS = ("likelihood", "burn_in", "thin", "max_samples", "noise_std")
 _SAVED = {*_ARGUMENTS, "temperature", "num_collected", "samples"}
-_FUNCTION = "function"  # in a file: noise_std was a function, which a file cannot store
 
 
 class PosteriorSamples(Predictions):
@@ -63,9 +62,7 @@ class PosteriorSamples(Predictions):
         max_samples: the largest number of samples in memory, at least 2.
         noise_std: the standard deviation of a normal target, if the model returns means:
             ``math.sqrt(0.5)`` if the loss was ``MSELoss()``, s if it was ``MSELoss() / (2 *
-            s**2)`` (each times the number of targets); a function for a learned one, ``lambda net:
-            net.log_std.exp()``. Files contain only numbers; set a function again,
-            ``samples.noise_std = ...``.
+            s**2)`` (each times the number of targets).
 
     Raises:
         ValueError: an argument is out of range.
@@ -82,7 +79,7 @@ class PosteriorSamples(Predictions):
         draws: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         *,
-        noise_std: NoiseStd | None = None,
+        noise_std: float | None = None,
     ) -> Self:
         """Samples from another method, for predictions.
 
@@ -129,7 +126,6 @@ class PosteriorSamples(Predictions):
         content = {
             "format": files.FORMAT,
             **{name: getattr(self, name) for name in _ARGUMENTS},
-            "noise_std": _FUNCTION if callable(self.noise_std) else self.noise_std,
             "temperature": self._temperature,
             "num_collected": self._num_collected,
             "samples": self._samples,
@@ -152,10 +148,7 @@ class PosteriorSamples(Predictions):
                 f"{os.fspath(path)} has no samples of this version: it was not written by"
                 " PosteriorSamples.save"
             )
-        stated = {name: content[name] for name in _ARGUMENTS}
-        if stated["noise_std"] == _FUNCTION:
-            stated["noise_std"] = forgotten_noise_std
-        loaded = cls(**stated)
+        loaded = cls(**{name: content[name] for name in _ARGUMENTS})
         loaded._temperature = content["temperature"]
         loaded._num_collected = content["num_collected"]
         loaded._samples = content["samples"]
