@@ -56,7 +56,7 @@ class StateError(DPBayesError, RuntimeError):
 
 
 class DivergedError(DPBayesError, FloatingPointError):
-    """Parameters are not finite, or a step would make them infinite."""
+    """Parameters would not be finite. They are unchanged; the charge stays."""
 
     code = "diverged"
 

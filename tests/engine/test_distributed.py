@@ -250,22 +250,26 @@ def test_a_seeded_run_repeats_bit_for_bit_and_noise_differs_where_any_rank_s_rec
 
 
 class Changing(Dataset):
-    """Records with noise of torch's global generator."""
+    """Records with noise of torch's global generator, or of one that no global seed repeats."""
 
-    def __init__(self, data, is_reversed=False):
-        self.data, self.is_reversed = data, is_reversed
+    own = torch.Generator()
+
+    def __init__(self, data, generator=None, is_reversed=False, is_named=True):
+        self.data, self.generator = data, generator
+        self.is_reversed, self.is_named = is_reversed, is_named
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, i):
         x, y = self.data[len(self.data) - 1 - i if self.is_reversed else i]
-        return x + torch.randn(FEATURES), y
+        noise = torch.randn(FEATURES, generator=self.generator)
+        return x + noise, y if self.is_named else torch.tensor(0)
 
 
 def set_ups(rank, seed):
     """What make_private says on this rank where rank 1 does something else."""
-    data, sgld, nht = records(seed), dpb.optim.DPSGLD, dpb.optim.DPSGNHT
+    data, sgld, nht, own = records(seed), dpb.optim.DPSGLD, dpb.optim.DPSGNHT, Changing.own
 
     def other(first, second):
         return second if rank == 1 else first
@@ -285,7 +289,8 @@ def set_ups(rank, seed):
     differing = {
         "records": {"data": Subset(data, range(other(41, 40)))},
         "order": {"data": other(data, Subset(data, range(40, -1, -1)))},
-        "order of augmented records": {"data": Changing(data, other(False, True))},
+        "order of augmented records": {"data": Changing(data, is_reversed=other(False, True))},
+        "order of what no seed repeats": {"data": Changing(data, own, other(False, True))},
         "shapes": {"module": other(network(seed), nn.Linear(FEATURES, CLASSES).double())},
         "initial parameters": {"module": network(seed + rank)},
         "sampling rate": {"batch_size": other(6, 7)},
@@ -301,14 +306,17 @@ def set_ups(rank, seed):
     found = {name: raises(**options) for name, options in differing.items()}
     broken = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     found["one fails"] = raises(**other({}, {"module": broken}))
-    return found, [raises(**options) for options in ({}, {"data": Changing(data)})]
+    fine = [{}, {"data": Changing(data)}, {"data": Changing(data, own)}]
+    alike = raises(data=Changing(data, own, is_named=False))
+    return found, [raises(**options) for options in fine], alike
 
 
 def test_ranks_that_differ_are_told_so_before_anything_is_charged(run, seed):
-    for rank, (found, fine) in enumerate(run(set_ups, 2, seed=seed)):
+    for rank, (found, fine, alike) in enumerate(run(set_ups, 2, seed=seed)):
         assert found.pop("one fails") == ("ModelError" if rank == 1 else "RankError")
         assert set(found.values()) == {"RankError"}, found
-        assert fine == ["nothing"] * 2
+        assert fine == ["nothing"] * 3
+        assert alike == "ArgumentError"
 
 
 # what the step says on rank 1, and what that does before

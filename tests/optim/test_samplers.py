@@ -214,13 +214,17 @@ def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
 
 @pytest.mark.parametrize("make", [DPSGLD, partial(DPSGHMC, momentum=0.5), DPSGNHT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_step_is_charged_for_parameters_that_are_not_finite(make, dtype):
+@pytest.mark.parametrize("prior_std", [1e-4, 1e-20])  # the first step, which adds options, too
+def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype, prior_std):
     """A prior far too narrow for the lr: the iterates grow without bound until the dtype ends."""
-    optimizer, parameters = built(make, lr=1e-2, prior_std=1e-4, dtype=dtype)
+    optimizer, parameters = built(make, lr=1e-2, prior_std=prior_std, dtype=dtype)
+    group = optimizer.param_groups[0]
     with pytest.raises(FloatingPointError):
         for _ in range(300):
-            charged = len(optimizer.accountant)
+            before, charged = everything(optimizer), len(optimizer.accountant)
             fill(parameters)
             optimizer.step()
-    assert len(optimizer.accountant) == charged
-    assert not all(torch.isfinite(p).all() for p in parameters)
+    assert len(optimizer.accountant) == charged + 1
+    same(everything(optimizer), before)
+    assert optimizer.param_groups[0] is group  # the caller may lower its lr
+    assert all(torch.isfinite(p).all() for p in parameters)

@@ -8,6 +8,7 @@ import contextlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from numbers import Number
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -234,14 +235,33 @@ def reads_private_data(loader: Any) -> bool:
     return any(reads_private_data(part) for part in below if part is not None)
 
 
-def records_digest(dataset: Any, collate: Callable[[list[Any]], Any]) -> str:
-    """A digest of up to 64 records, in order, with random numbers of one seed.
+def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[str]:
+    """Digests of up to 64 records, in order: one for each tensor of a record, and for its shape.
+    Records are read twice under one seed; a digest is an empty text if the values differ.
 
     If ranks had the same records in different orders, they would use some records twice.
+
+    Raises:
+        ValueError: the values that stay the same are equal for all records.
     """
     last = _LOOKED_AT - 1
     positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})
-    with seeded(0):
-        tensors = [t for i in positions for t in tensors_in(collate([dataset[i]]))]
-    shapes = repr([(t.dtype, tuple(t.shape)) for t in tensors])
-    return digest([shapes, *tensors]).hex()
+
+    def look() -> list[tuple[str, ...]]:
+        found = []
+        with seeded(0):
+            for i in positions:
+                tensors = list(tensors_in(collate([dataset[i]])))
+                shapes = [repr((t.dtype, tuple(t.shape))) for t in tensors]
+                found.append([*shapes, *(digest([t]).hex() for t in tensors)])
+        return list(zip_longest(*found, fillvalue=""))
+
+    looks = list(zip_longest(look(), look()))
+    lasting = [first for first, second in looks if first == second]
+    if len(lasting) < len(looks) and all(len(set(part)) == 1 for part in lasting):
+        raise ArgumentError(
+            "records change each time they are read, so ranks cannot compare them: draw random"
+            " numbers from torch's, NumPy's or Python's global generator, or return a label with"
+            " every record."
+        )
+    return [digest(first).hex() if first == second else "" for first, second in looks]

@@ -18,7 +18,7 @@ from torch import nn
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
-from ..batches.datasets import records_digest
+from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader, users_collate
 from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
@@ -208,11 +208,9 @@ def _check_consistent(
         None if generator is None else stream_position(generator)
         for generator in (optimizer.release.noise.generator, sampler.generator)
     ]
+    digests = records_digests(loader.dataset, users_collate(loader))
     secrets = {  # no error message shows these values
-        "the records or their order (pass the whole data set on every rank, and draw random"
-        " numbers from torch's, NumPy's or Python's global generator)": records_digest(
-            loader.dataset, users_collate(loader)
-        ),
+        "the records or their order (pass the whole data set on every rank)": digests,
         "the generators of noise and sampling (seeds must be equal)": repr(generators),
     }
     ranks.check_consistent(MAKE_PRIVATE, secrets)

@@ -37,6 +37,7 @@ from ..release import GroupGradient, Layout, Release, require_public
 from .declared import DeclaredOptimizer
 from .settings import LogPrior, fits
 
+_ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
 
@@ -78,7 +79,8 @@ class PrivateOptimizer(DeclaredOptimizer):
             RuntimeError: a parameter has no per-record gradients; the batch is not a fresh,
                 complete draw of the private loader; a buffer or a frozen parameter changed since
                 the loader's first batch; or the model is not the one that was checked.
-            DivergedError: a parameter is not finite; nothing was charged.
+            DivergedError: a parameter is not finite, and nothing was charged; or it would not be
+                finite after the step, so parameters and state are unchanged and the charge stays.
             ArgumentError: an option is not finite.
         """
         release, loss = self.release, None
@@ -104,10 +106,21 @@ class PrivateOptimizer(DeclaredOptimizer):
                 norm = _finite_norm(layout)
                 log_prior = self._constants.log_prior
                 slopes = None if log_prior is None else _slopes(log_prior, layout)
+                saved = None
+                if not self._cannot_overflow(layout, norm, slopes):
+                    values = [p.detach().clone() for p in layout.parameters]
+                    saved = values, self._copied_state({id(p): p for p in self._parameters()})
                 # collect the clipped sum, check that nothing changed, charge, add noise
                 if release.take(layout, self._settings, norm):
                     _add_prior(slopes, layout, self._constants.num_data)
                     self._update(layout.groups)
+                    if saved is not None and (broken := _not_finite(layout)):
+                        self._undo(layout, *saved)
+                        raise DivergedError(
+                            f"{broken!r} is not finite after this step: use a smaller lr (now"
+                            f" {', '.join(str(g['lr']) for g in self.param_groups)}). Parameters"
+                            " and state are unchanged; the charge stays."
+                        )
             except BaseException:
                 release.forget_parts()
                 if self._layout is not None:
@@ -138,6 +151,30 @@ class PrivateOptimizer(DeclaredOptimizer):
             self._layout = self.release.layout_of(self.param_groups)
             self._layout_made_for = made_for
         return self._layout
+
+    def _cannot_overflow(self, layout: Layout, norm: float, slopes: list[Tensor] | None) -> bool:
+        """Whether one step cannot overflow float32 in any number of this layout."""
+        bound, c = norm, self._constants
+        for part in layout.groups:
+            noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
+            scale = (c.num_data + 12 * noise) * self.max_grad_norm / c.expected_batch_size
+            if slopes is not None:
+                pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
+            else:
+                pull = norm / min(part.prior_stds) ** 2
+            longest = max(1.0, part.group["lr"])
+            bound = max(bound, longest, longest * scale, longest * pull)
+        return bound < _ORDINARY and (
+            layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
+        )
+
+    def _undo(self, layout: Layout, values: list[Tensor], copied: dict[str, Any]) -> None:
+        """Restore parameters, groups and state; the groups stay the objects that the caller has."""
+        torch._foreach_copy_(layout.parameters, values)
+        for group, before in zip(self.param_groups, copied["param_groups"], strict=True):
+            group.clear()
+            group.update(before)
+        self.state = copied["state"]
 
     def _kept(self, part: GroupGradient, name: str) -> list[Tensor]:
         """What an algorithm keeps between steps, initially 0: one tensor for each parameter, in the
@@ -208,12 +245,16 @@ class PrivateOptimizer(DeclaredOptimizer):
         for name, value in vars(self).items():
             if name.startswith("_") and not name.startswith("_optimizer_"):
                 setattr(copy, name, value)
-        Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
+        Optimizer.__setstate__(copy, self._copied_state(memo))
         pairs = zip(self._parameters(), copy._parameters(), strict=True)
         is_other = any(own is not copied for own, copied in pairs)
         copy.release = self.release.duplicate(has_other_parameters=is_other)
         copy._layout = None
         return copy
+
+    def _copied_state(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """A copy of torch's part: groups, state and defaults."""
+        return deepcopy(Optimizer.__getstate__(self), memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ArgumentTypeError(
@@ -395,11 +436,14 @@ def _finite_norm(layout: Layout) -> float:
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
     numbers = map(float, norms) if norms[0].is_cpu else torch.stack(norms).tolist()
     total: float = sum(numbers)  # NaN if one of them is NaN
-    if not math.isfinite(total):
-        for name, p in layout.named:
-            if not bool(torch.isfinite(p).all()):
-                raise DivergedError(
-                    f"parameter {name!r} is not finite, so every gradient would count as zero: load"
-                    " a saved state and use a smaller lr. Nothing was charged."
-                )
+    if not math.isfinite(total) and (broken := _not_finite(layout)):
+        raise DivergedError(
+            f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
+            " saved state and use a smaller lr. Nothing was charged."
+        )
     return total
+
+
+def _not_finite(layout: Layout) -> str:
+    """Name of a parameter that is not finite, or an empty string."""
+    return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
