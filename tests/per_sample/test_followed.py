@@ -216,7 +216,7 @@ HOWS = [{"reduction": how} for how in ("mean", "sum", "none")]
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: how["reduction"])
 def test_functions_in_place_of_torchs_give_its_results(how):
     scores, labels, weight = torch.randn(5, 4), torch.tensor([0, 3, -100, 2, 1]), torch.rand(4)
-    means = torch.randn(4)
+    tokens, table, means = torch.randint(6, (3, 4)), torch.randn(6, 2), torch.randn(4)
     of_classes = [(scores, labels), (scores, labels, weight)]
     cases = [
         *((f, given, how) for f in (F.cross_entropy, F.nll_loss) for given in of_classes),
@@ -224,6 +224,7 @@ def test_functions_in_place_of_torchs_give_its_results(how):
         (F.gaussian_nll_loss, (scores, means, scores.exp()), {**how, "full": True}),
         (F.binary_cross_entropy, (weight, torch.rand(4)), how),
         (F.binary_cross_entropy, (weight, torch.rand(4), torch.rand(4)), how),
+        *((F.embedding_bag, (tokens, table), {"mode": mode}) for mode in ("sum", "mean", "max")),
         (F.rms_norm, (scores, (4,), weight), {}),
     ]
     for torchs, args, options in cases:

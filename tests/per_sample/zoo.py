@@ -192,7 +192,7 @@ PROGRAMS = {
     "fused attention": (program(fused_attention, qkv=nn.Linear(6, 18)), SEQUENCE),
     "checkpoint": (program(checkpointed, **TWO), FLAT),
     "bag": (
-        program(lambda net, x: net.head(net.bag(x)), bag=nn.EmbeddingBag(20, 6, padding_idx=2)),
+        program(lambda net, x: net.head(net.bag(x)), bag=nn.EmbeddingBag(20, 6, sparse=True)),
         TOKENS,
     ),
     "weight norm": (lambda: nn.Sequential(NORMED(nn.Linear(6, 6)), head()), FLAT),

@@ -119,6 +119,38 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def embedding_bag(
+    indices: Tensor,
+    weight: Tensor,
+    *,
+    mode: str = "mean",
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Like ``F.embedding_bag`` for bags of equal length; None if torch refuses these options, or
+    if they mix records.
+    """
+    is_refused = per_sample_weights is not None and mode != "sum"
+    is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
+    is_refused |= options.get("scale_grad_by_freq", False) or indices.numel() == 0
+    if is_refused or mode not in ("sum", "mean", "max"):
+        return None
+    if (found := embedding(indices, weight)) is None:
+        found = F.embedding(indices, weight)  # (bags, places, numbers)
+    if per_sample_weights is not None:
+        found = found * per_sample_weights.unsqueeze(-1)
+    there = torch.ones_like(indices, dtype=torch.bool).unsqueeze(-1)
+    if padding_idx is not None:
+        there = (indices != padding_idx % len(weight)).unsqueeze(-1)
+    count = there.sum(1)
+    if mode == "max":
+        largest = torch.where(there, found, -math.inf).max(1).values
+        return torch.where(count > 0, largest, 0.0)
+    total = torch.where(there, found, 0.0).sum(1)
+    return total / count.clamp(min=1) if mode == "mean" else total
+
+
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Tensor:
@@ -322,6 +354,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{f: memory.layout(f) for f in (Tensor.stride, Tensor.dim_order)},
     F.embedding: embedding,
     torch.embedding: _table,
+    F.embedding_bag: embedding_bag,
     F.ctc_loss: _ctc(F.ctc_loss),
     torch.ctc_loss: _ctc(torch.ctc_loss),
     F.one_hot: one_hot,
