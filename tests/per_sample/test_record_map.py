@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import assert_sum, clipped, delivered, entropy, gradients_of_records, private, sum_of
@@ -45,14 +46,14 @@ def refused(work, *codes):
 
 @pytest.mark.chance(1e-6)
 @SOURCES
-@pytest.mark.parametrize("kind", [nn.Dropout, nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.RReLU, nn.RNN, nn.GRU, nn.LSTM])
 def test_random_numbers_differ_between_records(make, kind):
     """Of one record that comes twice; recurrent layers have dropout between two."""
     if is_recurrent := issubclass(kind, nn.RNNBase):
         layer = kind(6, 400, num_layers=2, dropout=0.5, batch_first=True)
         net = Of(lambda net, x: net.layer(x)[0][:, -1], layer=layer)
     else:
-        net = nn.Sequential(nn.Linear(6, 400), kind(0.5))
+        net = nn.Sequential(nn.Linear(6, 400), kind(0.2, 0.6) if kind is nn.RReLU else kind(0.5))
         nn.init.zeros_(net[0].weight)
         nn.init.constant_(net[0].bias, -1.0)
     source = make(net)
@@ -61,6 +62,9 @@ def test_random_numbers_differ_between_records(make, kind):
     out.mean().backward()
     differing = int((out[0] != out[1]).sum())
     assert differing > 100 and (kind is not nn.Dropout or differing < 300)  # 200 ± 10
+    if kind is nn.RReLU:
+        slopes = -out.flatten().detach().as_subclass(torch.Tensor)
+        assert scipy.stats.kstest(slopes.numpy(), "uniform", args=(0.2, 0.4)).pvalue > 1e-7
     source.remove()
 
 

@@ -298,6 +298,22 @@ def test_a_compiled_model_runs(backend, is_before):
         assert_sum(optimizer.release.source, net, gradients, atol=1e-6)
 
 
+def test_a_compiled_training_step_runs():
+    torch._dynamo.reset()
+    net, optimizer, loader = made()
+    before = [p.detach().clone() for p in net.parameters()]
+
+    @torch.compile(backend="eager")
+    def step(x, y):
+        entropy(net, x, y).backward()
+        optimizer.step()
+
+    for x, y in loader:
+        step(x, y)
+    assert len(optimizer.accountant) == 1
+    assert not any(torch.equal(p, b) for p, b in zip(net.parameters(), before))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_backward_pass_runs():
     torch._dynamo.reset()

@@ -182,6 +182,7 @@ ATTENTION = nn.MultiheadAttention(6, 2, batch_first=True)
 POSITIONS = {"first": nn.Linear(6, 4), "position": nn.Embedding(5, 4), "head": head(4)}
 TOKEN = {"token": nn.Parameter(torch.randn(1, 1, 6)), "first": nn.Linear(6, 6)}
 TWO = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6)}
+RRELUS = [nn.Linear(6, 6), nn.RReLU(0.3, 0.3), nn.Linear(6, 6), nn.RReLU().eval(), head()]
 PROGRAMS = {
     "one layer": (head, FLAT),
     "positions": (program(with_positions, **POSITIONS), SEQUENCE),
@@ -201,6 +202,7 @@ PROGRAMS = {
         FLAT,
     ),
     "weight norm by a hook": (old_weight_norm, FLAT),
+    "rrelu": (of(*RRELUS), FLAT),
     "states in torch.zeros": (program(collected, first=nn.Linear(6, 6)), SEQUENCE),
     "scan": (program(scanned, first=nn.Linear(6, 6)), SEQUENCE),
     "channels last": (program(channels_last, first=nn.Conv2d(2, 6, 1)), IMAGE),
@@ -263,6 +265,11 @@ VIT = {"image_size": 16, "patch_size": 8}
 PUBLISHED = {
     "bert": (partial(Logits, "BertForSequenceClassification", **WORDS), texts),
     "gpt2": (partial(Logits, "GPT2ForSequenceClassification", n_head=2, n_embd=16, **WORDS), texts),
+    # weights so large that its GELU is no other
+    "bloom": (
+        partial(Logits, "BloomForSequenceClassification", initializer_range=0.5, **WORDS),
+        texts,
+    ),
     "vit": (partial(Logits, "ViTForImageClassification", **VIT), images(16)),
     "resnet-18": (partial(torchvisions, "resnet18", **GROUPS), images(32)),
 }

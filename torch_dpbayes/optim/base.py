@@ -66,7 +66,8 @@ class PrivateOptimizer(DeclaredOptimizer):
     # this flag it always calls step(), which raises an error
     _step_supports_amp_scaling = True
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    @torch.compiler.disable  # a compiled training step calls it as it is
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Charge one release to the accountant, draw it, and move the parameters.
 
         Args:

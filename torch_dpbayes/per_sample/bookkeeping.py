@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
@@ -87,6 +88,7 @@ class BookkeepingGradientSource(GradientSource):
         ]
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._gelus = [_Gelu(m) for m in module.modules() if type(m).__name__ == "BloomGelu"]
         recorded = {p for layer in self._layers for _, p in layer.known}
         in_map = [p for p in self._parameters if p not in recorded]
         self.mapped = MappedForward(module, self, in_map, loss)
@@ -165,7 +167,7 @@ class BookkeepingGradientSource(GradientSource):
     def remove(self) -> None:
         super().remove()
         self.mapped.remove()
-        for layer in self._layers:
+        for layer in (*self._layers, *self._gelus):
             layer.remove()
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
@@ -276,6 +278,13 @@ class _WholeBatch:
     def call_batched(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         with torch._C.DisableTorchFunction():
             return of_those_that_run(run, tensors)
+
+
+class _Gelu(ReplacedForward):
+    """Replaces Bloom's GELU, an autograd.Function of the old style."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
 
 
 class _Layer(ReplacedForward):

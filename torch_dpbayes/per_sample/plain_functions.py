@@ -162,6 +162,16 @@ def rms_norm(
     return (found if weight is None else found * weight).to(input.dtype)
 
 
+def rrelu(
+    input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
+) -> Tensor | None:
+    """Like ``F.rrelu``, which has no rule for vmap; None if it is in place."""
+    if inplace:
+        return None
+    slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
+    return torch.where(input <= 0, lower + (upper - lower) * slope, 1) * input
+
+
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
     """Like ``F.one_hot``, which reads the labels; zeros for a label that is not a class."""
     if num_classes < 1:
@@ -370,6 +380,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.gaussian_nll_loss: gaussian_nll,
+    F.rrelu: rrelu,
     **{cell: _cell(one_layer) for cell, _, one_layer in _RECURRENT},
     **{network: _recurrent(one_layer) for _, network, one_layer in _RECURRENT},
 }
