@@ -412,7 +412,7 @@ class Release:
                     "steps are charged at sensitivity 2C, without amplification: it is not known"
                     " how batches are drawn, except that no batch has a record twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=6,
+                    stacklevel=7,
                 )
         _, event, cost = self._last_event
         if isinstance(draws, RandomAllocationSampler) and draws.is_charged(cost):
