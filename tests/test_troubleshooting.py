@@ -30,7 +30,6 @@ OF_PYTHON = {
     ("accounting/tilted_window.py", "OverflowError"),
     ("density/pieces.py", "IndexError"),
     ("density/record_density.py", "ValueError"),
-    ("mcmc/chains.py", "KeyboardInterrupt"),  # a chain ends as if Ctrl-C were pressed
     ("ops/__init__.py", "AttributeError"),
     ("posterior/files.py", "ModuleNotFoundError"),
 }
