@@ -22,6 +22,7 @@ from support.ledgers import forks
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.ledger import Ledger, open_blocks
 from torch_dpbayes.mcmc import DPHMC, MCMC, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc.chains import _ParallelChains
 
 DATA = torch.linspace(-1.0, 2.0, 40)
 START = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
@@ -180,6 +181,17 @@ def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(
     assert len(open_blocks(Ledger(accountant.path, {}).read())) <= 1
 
 
+def test_a_draw_that_is_only_half_written_is_read_later(tmp_path):
+    chains, path = object.__new__(_ParallelChains), tmp_path / "0"
+    draw = pickle.dumps(("draw", {"mean": DATA}))
+    with path.open("wb", buffering=0) as own, path.open("rb") as read:
+        chains._files, chains._draws = [read], [[]]
+        for part in (draw, draw[:-20], draw[-20:]):
+            own.write(part)
+            assert list(chains._messages()) == []
+    assert [torch.equal(found["mean"], DATA) for found in chains._draws[0]] == [True, True]
+
+
 class TwoWords(Exception):
     """It is pickled, and cannot be unpickled."""
 
@@ -233,7 +245,8 @@ def test_parallel_chains_end_with_the_process_that_started_them(accountant):
             told.put(os.getpid())
 
     settings = {"hook_fn": hook, "num_samples": 10**6, "warmup_steps": 0}
-    process = context.Process(target=run, args=(make("family", accountant), 2), kwargs=settings)
+    kernel = make("family", accountant, noise=1e4)  # the budget ends no chain
+    process = context.Process(target=run, args=(kernel, 2), kwargs=settings)
     process.start()
     chains = [told.get(timeout=300) for _ in range(2)]
     process.kill()
@@ -245,7 +258,7 @@ def test_parallel_chains_end_with_the_process_that_started_them(accountant):
     for pid in running:
         os.kill(pid, signal.SIGKILL)
     assert not running and open_blocks(Ledger(accountant.path, {}).read()) == []
-    assert counts(accountant)[50.0] >= 12
+    assert counts(accountant)[1e4] >= 12
 
 
 def is_running(pid):

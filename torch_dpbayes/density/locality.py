@@ -19,14 +19,13 @@ from .arguments import Arguments, pick
 from .prior import Prior
 from .pyro_runs import (
     FLAVOURS,
-    PERTURBED,
     Model,
     UnfitModel,
     agree,
     first_line,
-    last_digits,
     nearly_equal,
     public_randomness,
+    rounding,
     trace_at,
 )
 from .record_terms import RecordTerms
@@ -35,7 +34,7 @@ from .structure import Structure
 _ROWS = 7  # synthetic rows of the checks
 _LARGE = 10**4
 _SPREADS = (1.0, 0.3, 0.03)  # of θ; the next if terms are not finite, or mostly rounding errors
-_SURELY = 16  # times the observed rounding must be below the smallest detectable change
+_SURELY = 4  # times the observed rounding must be below the smallest detectable change
 _ROUNDS = 10  # over all spreads: if a model takes the root of a coordinate, half of all θ fail
 
 
@@ -100,15 +99,9 @@ class MadeUpRecords:
         """Whether rounding hardly changes the ``terms`` of the rows. If large values cancel, as in
         a Poisson probability of millions, a term in float32 may be only rounding error.
         """
-        share = last_digits(4, self.theta.dtype)
-        with public_randomness():
-            signs = torch.randn(PERTURBED, *self.theta.shape).sign().to(self.theta)
-        changed = [self.terms(self.theta * (1 + share * some), self._rows) for some in signs]
-        return all(
-            nearly_equal(term + _SURELY * (other - term), term)
-            for term, *others in zip(terms, *changed, strict=True)
-            for other in others
-        )
+        errors = rounding(lambda theta: self.terms(theta, self._rows), self.theta)
+        pairs = zip(terms, terms + _SURELY * errors, strict=True)
+        return all(nearly_equal(other, term) for term, other in pairs)
 
     def rows(self, count: int, start: int = 0) -> list[Tensor]:
         """``count`` rows, repeated if necessary."""

@@ -28,7 +28,7 @@ Trace = Any  # pyro.poutine.trace_struct.Trace
 
 _CHECKS_VALUES = "_validate_args"  # torch has no public switch for one distribution
 FLAVOURS = ("normal", "uniform", "binary", "counts")
-PERTURBED, _FEW = 8, 1e-5  # number and largest relative size of perturbations that show rounding
+_PERTURBED, _FEW = 8, 1e-5  # number and largest relative size of perturbations that show rounding
 
 
 class _UsingPyro(Lock):
@@ -164,13 +164,6 @@ def improper(error: Exception) -> UnfitModel:
     )
 
 
-def last_digits(count: int, dtype: torch.dtype) -> float:
-    """``count`` units of the last digit, relative to the number. It is bounded: in a dtype of few
-    digits such a change would hide a dependence.
-    """
-    return min(count * torch.finfo(dtype).eps, _FEW)
-
-
 class _OtherDigits(TorchDispatchMode):
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -188,10 +181,12 @@ def rounding(function: OfTheta, theta: Tensor) -> Tensor:
     """How far rounding may move the results of ``function``: as far as random changes of the last
     digits of all its intermediate results.
     """
+    # bounded: in a dtype of few digits such changes would hide a dependence
+    share = min(16 * torch.finfo(theta.dtype).eps, _FEW)
     expected, others = function(theta), []
     with public_randomness():
-        for _ in range(PERTURBED):
-            with _OtherDigits(last_digits(16, theta.dtype)):
+        for _ in range(_PERTURBED):
+            with _OtherDigits(share):
                 others.append(function(theta.clone()))
     return (torch.stack(others) - expected).abs().amax(0)
 
