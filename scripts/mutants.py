@@ -9,10 +9,10 @@ tests that find its mutants. Each mutant has the lines that it removes, and the 
 place:
 
     optim/sghmc.py: optim
-    -v.mul_(1 - friction).add_
-    +v.mul_(1).add_
-    -velocity.mul_(math.sqrt(lr / before))
-    +velocity.mul_(lr / before)
+    -_mul_(velocities, 1 - friction)
+    +_mul_(velocities, 1.0)
+    -_mul_(velocities, math.sqrt(lr / before))
+    +_mul_(velocities, lr / before)
 """
 
 from __future__ import annotations

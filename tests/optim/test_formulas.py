@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_dpbayes.accounting import PrivacyAccountant, events
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
+from torch_dpbayes.optim.sgnht import sum_of_squares
 
 N, ROWS, LRS, SIZES = 60, 9, (0.4, 0.1), (8, 3)
 INF, FAN_IN = math.inf, math.sqrt(2 / 3)
@@ -313,3 +314,9 @@ def test_steps_and_charges_are_those_of_the_formulas(
             event = event.event
         charged += [event.noise_multiplier if is_private else 0.0] * int(count)
     assert sorted(charged) == pytest.approx(sorted(charges))
+
+
+def test_the_kinetic_energy_of_many_parameters_is_not_rounded_down():
+    vector = torch.randn(2**23)
+    exact = float(torch.linalg.vector_norm(vector.double())) ** 2
+    assert sum_of_squares(vector) == pytest.approx(exact, rel=1e-6)

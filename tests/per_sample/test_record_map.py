@@ -664,6 +664,18 @@ REFUSED = {
 }
 
 
+def test_counts_of_a_constant_run():
+    """Their size is the same for all records; the argument may be named, as in torch."""
+    numbers = torch.tensor([2, 0, 2])
+    for counts in (
+        lambda t: torch.bincount(t),
+        lambda t: torch.bincount(input=t, minlength=3),
+        lambda t: torch.argwhere(input=t).sum(0).expand(3),
+    ):
+        (found,) = RecordMap(2)(lambda rows, of=counts: [rows[0] * of(numbers)], [torch.ones(2, 3)])
+        assert torch.equal(found, counts(numbers).expand(2, 3).float())
+
+
 NOT_FILLED = {
     "empty": lambda x: torch.empty(3),
     "empty_like": torch.empty_like,

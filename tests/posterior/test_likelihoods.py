@@ -17,6 +17,7 @@ from support.examples import examples
 from support.refusals import refused
 
 from torch_dpbayes import PosteriorSamples, metrics
+from torch_dpbayes.errors import ArgumentError
 
 draws = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32 - 1))
 SHAPES = [("categorical", shape) for shape in ((2,), (3,), (4, 3))]
@@ -201,3 +202,11 @@ REFUSED = {
 def test_what_does_not_fit_is_refused(code, call):
     with refused(code):
         call()
+
+
+@pytest.mark.parametrize("noise_std", [-1.0, 0.0, math.nan, lambda net: torch.tensor(0.3)])
+def test_a_noise_that_is_set_later_is_checked(noise_std):
+    samples, model, x = sampled(torch.randn(3, 4), "normal", noise_std=1.0)
+    samples.noise_std = noise_std
+    with pytest.raises(ArgumentError):
+        samples.log_likelihood(model, x, torch.zeros(4))

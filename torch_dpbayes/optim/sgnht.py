@@ -109,7 +109,7 @@ class DPSGNHT(PrivateOptimizer):
             else:
                 # −(v + v')/η, twice the velocity at the half step
                 torch._foreach_add_(part.gradients, velocities, alpha=-(2 - friction) / lr)
-                square = float(torch.dot(part.gradient, part.gradient))
+                square = sum_of_squares(part.gradient)
                 kinetic += self.num_data * lr * square / (4 * temperature)
                 torch._foreach_neg_(velocities)
                 torch._foreach_add_(velocities, part.gradients, alpha=-lr)
@@ -120,3 +120,8 @@ class DPSGNHT(PrivateOptimizer):
             )
             for group in self.param_groups:
                 group["friction"] = friction
+
+
+def sum_of_squares(vector: torch.Tensor) -> float:
+    """Of many numbers; a single float32 sum of 10⁸ of them on the CPU is 0.8 % too small."""
+    return float(torch.stack([torch.dot(v, v) for v in vector.split(2**16)]).double().sum())

@@ -245,9 +245,9 @@ def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _of_any_size(t: Tensor, *_: Any, **__: Any) -> None:
+def _of_any_size(input: Tensor, *_: Any, **__: Any) -> None:
     """Refuse results whose size depends on a record: they fail beside a record of another size."""
-    if is_batchedtensor(t) or is_gradtrackingtensor(t):
+    if is_batchedtensor(input) or is_gradtrackingtensor(input):
         raise ModelError(
             "the size of a result depends on the record: write t != 0 for argwhere,"
             " F.one_hot(t, n).sum(0) for bincount, and a mask for a packed sequence",

@@ -374,7 +374,8 @@ class Predictions(Chain):
         """Apply ``reduce`` to the outputs' likelihood and to their forms under all samples. None:
         average them, with one sample's form in memory at a time.
         """
-        noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
+        noise_std = checked_noise_std(self.likelihood, self.noise_std)  # it may have been set
+        call = outputs.output_of if forward is None else forward
 
         def with_its_noise(of_model: nn.Module, batch: Any) -> Tensor:
             output = call(of_model, batch)
