@@ -221,6 +221,7 @@ ROWS = {  # what happens to a record when others change
     "filled in with a share": lambda y: gaussian(
         torch.where(y.isnan(), (~y.isnan()).double().mean(), y), weights("m")
     ),
+    "counted by a large one": model_of(lambda m, y: torch.where(y.abs() > 100, 1.0 * len(y), m)),
     # an outlier on its own is its column's median
     "cut": lambda y: gaussian(torch.where(y.abs() > 100, y.median(), y), weights("m")),
     "batch norm": model_of(batch_norm),

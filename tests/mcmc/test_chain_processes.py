@@ -192,6 +192,19 @@ def test_a_draw_that_is_only_half_written_is_read_later(tmp_path):
     assert [torch.equal(found["mean"], DATA) for found in chains._draws[0]] == [True, True]
 
 
+def test_a_chain_that_exits_early_with_code_0_has_not_ended_well(accountant):
+    """Its run failed with an error about the stacking of draws, or was cut short if all did so."""
+
+    def hook(kernel, params, stage, i):
+        if i == 5:
+            raise SystemExit(0)
+
+    kernel = make("family", accountant)
+    with pytest.raises(dpb.errors.StateError, match=r"ended without .* \(exit code 0\)"):
+        run(kernel, 2, hook_fn=hook)
+    assert kernel.get_samples()["mean"].shape[0] >= 2
+
+
 class TwoWords(Exception):
     """It is pickled, and cannot be unpickled."""
 
@@ -235,8 +248,11 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(accountant):
     assert 0 < accountant.get_epsilon() < 8
 
 
-def test_parallel_chains_end_with_the_process_that_started_them(accountant):
-    """Which was killed, and could not ask them to; they return what they had reserved."""
+def test_parallel_chains_end_with_the_process_that_started_them(accountant, tmp_path, monkeypatch):
+    """Which was killed, and could not ask them to; they return what they had reserved, and delete
+    its folder.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     context = multiprocessing.get_context("fork")
     told = context.Queue()
 
@@ -259,6 +275,7 @@ def test_parallel_chains_end_with_the_process_that_started_them(accountant):
         os.kill(pid, signal.SIGKILL)
     assert not running and open_blocks(Ledger(accountant.path, {}).read()) == []
     assert counts(accountant)[1e4] >= 12
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def is_running(pid):

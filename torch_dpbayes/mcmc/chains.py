@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -137,6 +138,7 @@ class _ParallelChains:
 
     def _results(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
         codes: list[int | None] = [None]
+        done = set[int]()
         while None in codes:
             # not only sentinels: a process that a chain forked keeps its sentinel open
             running = [process for process in self._processes if process.exitcode is None]
@@ -149,15 +151,17 @@ class _ParallelChains:
                     raise error
                 if kind == "value":
                     yield value, number
+                elif kind == "end":
+                    done.add(number)
                 else:
                     bars.set_postfix(value, pos=number, refresh=False)
                     bars.update(pos=number)
             for number, code in enumerate(codes):
-                if code:
+                if code is not None and number not in done:
                     raise StateError(
                         f"chain {number} ended without an error message (exit code {code}), so the"
                         " run ends. kernel.get_samples() returns the draws of all chains; charges"
-                        " and reservations stay. Perhaps memory was too small."
+                        " and reservations stay. Perhaps memory or disk was too small."
                     )
 
     def _messages(self) -> Iterator[tuple[int, str, Any]]:
@@ -228,6 +232,8 @@ def _run_chain(
             write("progress", kernel.logging())
         if hook:
             hook(kernel, *what)
+        if os.getppid() != starter:  # the starter was killed, and left the folder
+            shutil.rmtree(path.parent, ignore_errors=True)
         if asked or os.getppid() != starter:
             sys.exit(1)
 
@@ -237,6 +243,7 @@ def _run_chain(
                 kernel, warmup_steps, num_samples, after_an_iteration, None, *args, **kwargs
             ):
                 write("value", value.cpu() if isinstance(value, Tensor) else value)
+            write("end", None)  # exit code 0 does not tell: a hook may call sys.exit()
         except Exception as error:
             told: Exception = error
             try:
