@@ -212,7 +212,7 @@ class PrivacyEngine:
                 per-sample gradients of whole batches, only with ``assume_independent_records``.
             loss_reduction: ``"mean"`` or ``"sum"``: the reduction of the loss over the batch. A
                 mean loss must divide by the number of records in the batch, as torch's criteria do.
-            loss: ``(output, *targets) -> scalar`` of one record: train with ``net.private_loss(x,
+            loss: ``(output, target) -> scalar`` of one record: train with ``net.private_loss(x,
                 y).backward()``. None: your loop computes the loss from the model's outputs,
                 ``F.cross_entropy(net(x), y).backward()``. Both run for each record alone.
             assume_independent_records: you vouch that no record's loss depends on other records, in

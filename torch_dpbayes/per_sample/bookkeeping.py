@@ -56,7 +56,7 @@ class BookkeepingGradientSource(GradientSource):
     """Σ clip(g_i) from the inputs and output gradients of the layers.
 
     Args: as those of :class:`GradientSource`, and
-        loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
+        loss: ``(output, target) -> scalar``, which ``module.private_loss`` runs inside the map.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: row i of a
     layer's input, and of the gradient of its output, depends on record i alone.

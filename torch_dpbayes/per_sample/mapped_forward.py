@@ -87,7 +87,7 @@ class MappedForward(ReplacedForward):
         source: the gradient source that records, if it is recording.
         direct: trainable parameters that take part in the map themselves, with a copy for each
             record.
-        loss: ``(output, *targets) -> scalar`` of one record, for :meth:`private_loss`.
+        loss: ``(output, target) -> scalar`` of one record, for :meth:`private_loss`.
 
     Attributes:
         around: a context in which the program of one record runs, used again in each pass.
