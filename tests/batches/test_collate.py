@@ -180,6 +180,26 @@ def test_a_record_stays_as_it_was_read():
     require_own_memory(records, records[0], lambda rs: default_collate(rs) + next(calls))
 
 
+class Negated(list):
+    """Reading a record changes it, or only a copy of it."""
+
+    def __init__(self, records, copied):
+        super().__init__(records)
+        self.copied = copied
+
+    def __getitem__(self, at):
+        record = super().__getitem__(at)
+        return (record.copy() if self.copied else record).__imul__(-1)
+
+
+def test_reading_a_record_does_not_change_it():
+    """make_private reads records at some positions, which one record more would change."""
+    records = [np.full(3, k + 1.0) for k in range(4)]
+    with refused("loader-collate"):
+        private(torch.nn.Linear(3, 2), Negated(records, copied=False), 2)
+    private(torch.nn.Linear(3, 2), Negated(records, copied=True), 2)
+
+
 @pytest.mark.parametrize("is_vouched", [False, True])
 def test_the_engine_says_what_a_function_gets_and_the_user_may_vouch(is_vouched, caplog):
     data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)

@@ -367,10 +367,12 @@ class RecordwiseCollate:
 
 
 def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-    """Raise if reading other records changes a record: a batch would repeat its last one."""
+    """Raise if reading records changes a record. If another one does, a batch would repeat its last
+    one. If the record itself does, its value depends on its position: this function reads some.
+    """
     looks: list[list[Tensor]] = []
-    others = {1, len(dataset) // 2, len(dataset) - 1} - {0, len(dataset)}
-    for positions in (set[int](), set[int](), others):
+    read = {0, 1, len(dataset) // 2, len(dataset) - 1} - {len(dataset)}
+    for positions in (set[int](), set[int](), read):
         for k in positions:
             dataset[k]
         with seeded(0):
@@ -378,7 +380,8 @@ def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any
     first, again, after = looks
     if _are_equal(first, again) and not _are_equal(again, after):
         raise ArgumentError(
-            "a record changes when another one is read (a shared buffer?): return buffer.clone()",
+            "a record changes when it or another one is read again (a shared buffer, or a change of"
+            " stored data in place?): make a clone() first, and return that",
             code="loader-collate",
         )
 
