@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
-from torch_dpbayes.noise_aware.covariance import Look, gram_draws, quick_gram_draws
+from torch_dpbayes.noise_aware.covariance import Look, quick_gram_draws
 from torch_dpbayes.noise_aware.covariates import shortened_draws
 from torch_dpbayes.noise_aware.last_layer import _basis, _Law, _private_sums
 from torch_dpbayes.noise_aware.likelihood import Release

@@ -1,12 +1,23 @@
 """Models that are recorded once, which is most of what a short run takes."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
 
-from torch_dpbayes.density import RecordDensity
+from torch_dpbayes.density import RecordDensity, prior_without_data
 
 _made = {}
+
+
+@cache
+def _prior(model, dtype):
+    return prior_without_data(model)
+
+
+def prior_recorded_once(model):
+    return _prior(model, torch.get_default_dtype())
 
 
 def record_once(patch, *modules, for_any_count=False):
@@ -25,7 +36,10 @@ def record_once(patch, *modules, for_any_count=False):
         return _made[key].with_rows([args[k].movedim(dim, 0) for k, dim in dims])
 
     for module in modules:
-        patch.setattr(module, "RecordDensity", density)
+        if hasattr(module, "prior_without_data"):
+            patch.setattr(module, "prior_without_data", prior_recorded_once)
+        else:
+            patch.setattr(module, "RecordDensity", density)
 
 
 def recorded_once(*modules):
