@@ -107,8 +107,8 @@ def two_kinds(x, g, y):
 
 
 def crossed(g, h, k, y):  # fails at the largest three, which no simulation may draw
-    each = [weights(name, 2)[own // 4] for name, own in zip("abc", (g, h, k), strict=True)]
-    gaussian(y, each[0] * each[1] * each[2] * weights("last", 1)[g * h * k // 7**3])
+    each = [weights(name, 2)[own // 20] for name, own in zip("abc", (g, h, k), strict=True)]
+    gaussian(y, each[0] * each[1] * each[2] * weights("last", 1)[g * h * k // 39**3])
 
 
 def of_several(g, y):
@@ -257,7 +257,7 @@ def test_bad_arguments_are_refused_before_the_charge(kind, name, monkeypatch):
     door, args, options = REFUSED[kind][name]
     if options.get("likelihood") == "categorical":  # as a large layer
         monkeypatch.setattr(inference, "SMALLEST", 0)
-    monkeypatch.setattr(records, "_MOST_CATEGORIES", 9)
+    monkeypatch.setattr(records, "_MOST_CATEGORIES", 50)
     monkeypatch.setattr(latents, "_DRAWS", 10)
     options = {"accountant": held(1.0, 1e-5)} | options
     with pytest.raises(kind) as caught:

@@ -1,6 +1,6 @@
 """Models that are recorded once, which is most of what a short run takes."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ def record_once(patch, *modules, for_any_count=False):
         if kwargs or not all(isinstance(arg, Tensor) for arg in args):
             return RecordDensity(model, args, kwargs, **options)
         shapes = [(arg.shape[for_any_count:], arg.dtype) for arg in args]
-        key = model, str(shapes), str(options), torch.get_default_dtype(), for_any_count
+        # two partial functions differ as objects
+        own = (model.func, str(model)) if isinstance(model, partial) else model
+        key = own, str(shapes), str(options), torch.get_default_dtype(), for_any_count
         if key not in _made:
             _made[key] = RecordDensity(model, args, **options)
         dims = _made[key].arguments.row_dims.items()
