@@ -259,6 +259,7 @@ def test_bad_arguments_are_refused_before_the_charge(kind, name, monkeypatch):
         monkeypatch.setattr(inference, "SMALLEST", 0)
     monkeypatch.setattr(records, "_MOST_CATEGORIES", 50)
     monkeypatch.setattr(latents, "_DRAWS", 10)
+    monkeypatch.setattr(inference, "_FEW", 64)  # one graph is recorded then, not two
     options = {"accountant": held(1.0, 1e-5)} | options
     with pytest.raises(kind) as caught:
         door(*args, **options)
