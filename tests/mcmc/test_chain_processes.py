@@ -18,13 +18,15 @@ import torch
 from support.children import in_child
 from support.conjugate_chains import counts
 from support.ledgers import forks
+from support.recorded import prior_recorded_once, recorded_once
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.ledger import Ledger, open_blocks
-from torch_dpbayes.mcmc import DPHMC, MCMC, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import DPHMC, MCMC, ExponentialFamilyPenalty, exponential_family
 from torch_dpbayes.mcmc.chains import _ParallelChains
 
 DATA = torch.linspace(-1.0, 2.0, 40)
+_recorded = recorded_once(exponential_family)
 START = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
 
 
@@ -87,6 +89,7 @@ def assert_draws_are_kept(runner, iterations=12, chains=3):
 
 @pytest.fixture
 def accountant(tmp_path):
+    prior_recorded_once(prior)  # here, not in every process
     return dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
 
 

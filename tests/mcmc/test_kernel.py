@@ -19,12 +19,12 @@ from support.pyro_models import (
 from support.recorded import recorded_once
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import ExponentialFamilyPenalty, exponential_family
 from torch_dpbayes.mcmc import kernel as kernel_module
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
-_recorded = recorded_once(kernel_module)
+_recorded = recorded_once(kernel_module, exponential_family)
 
 
 def run(kernel, *data, num_samples=2, warmup_steps=1, **options):

@@ -31,12 +31,12 @@ from support.conjugate_chains import (
 from support.recorded import recorded_once
 
 from torch_dpbayes.accounting import events
+from torch_dpbayes.mcmc import exponential_family, proposals
 from torch_dpbayes.mcmc import kernel as kernel_module
-from torch_dpbayes.mcmc import proposals
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
-_recorded = recorded_once(kernel_module)
+_recorded = recorded_once(kernel_module, exponential_family)
 
 
 WALK = torch.tensor([[0.2, 0.0], [0.15, 0.1]]).double()

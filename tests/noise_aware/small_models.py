@@ -12,7 +12,7 @@ BUDGET = {"epsilon": 1.0, "delta": 1e-5}
 
 
 def records_of(model, *data, **options):
-    settings = {"count_is_public": True, "public": (), "chunk": 1000}
+    settings = {"count_is_public": True, "public": (), "chunk": 500}
     return ModelRecords(model, data, **(settings | options))
 
 

@@ -24,6 +24,7 @@ from torch_dpbayes.noise_aware import (
     dirichlet_categorical,
     gamma_poisson,
     inference,
+    latents,
     posterior,
     posterior_for_module,
     records,
@@ -257,6 +258,8 @@ def test_bad_arguments_are_refused_before_the_charge(kind, name, monkeypatch):
     if options.get("likelihood") == "categorical":  # as a large layer
         monkeypatch.setattr(inference, "SMALLEST", 0)
     monkeypatch.setattr(records, "_MOST_CATEGORIES", 50)
+    monkeypatch.setattr(latents, "_DRAWS", 10)
+    monkeypatch.setattr(inference, "_FEW", 64)  # one graph is recorded then, not two
     options = {"accountant": held(1.0, 1e-5)} | options
     with pytest.raises(kind) as caught:
         door(*args, **options)

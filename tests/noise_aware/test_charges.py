@@ -148,7 +148,7 @@ def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn, transcr
     sums, std = found.categories.sums, found.categories.std
     is_noise_of(sums, torch.cat([marks.sum(0)[:, None], marks.T @ rows[0]], 1), std)
     is_noise_of(found.categories.combinations, torch.bincount(2 * g + h, minlength=6), std)
-    records = records_of(model, *rows)
+    records = records_of(model, *rows, count_is_public=relation == "replace_one")
     own = Mechanism(records, feature_shape(records, 1.0, {}), {}, N, 1)
     for release in found.scores:
         is_noise_of(

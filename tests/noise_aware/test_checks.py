@@ -2,6 +2,8 @@
 
 import math
 import warnings
+from copy import copy
+from functools import cache
 
 import pyro
 import pyro.distributions as dist
@@ -30,15 +32,20 @@ from torch_dpbayes.noise_aware.likelihood import (
     posterior_precision,
 )
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = pytest.mark.usefixtures("recorded_once", "double")
 SIZE, N = 4, 1000
 
 
-def latents_of(std=2.0):
+@cache
+def gaussian(size, std):
     def model():
-        pyro.sample("w", dist.Normal(torch.zeros(SIZE), std).to_event(1))
+        pyro.sample("w", dist.Normal(torch.zeros(size), std).to_event(1))
 
-    latents = Latents(Prior(model), torch.arange(SIZE))
+    return Latents(Prior(model), torch.arange(size))
+
+
+def latents_of(std=2.0):
+    latents = copy(gaussian(SIZE, std))
     # more of them, at once: the model would run once for each
     latents.draws = std * torch.randn(4000, SIZE)
     return latents

@@ -50,7 +50,7 @@ def release_at(place, bound, value=0.0, noise=1.0):
 
 @cache
 def gaussian_records():
-    return records_of(gaussian_mean, torch.zeros(100), chunk=2000)
+    return records_of(gaussian_mean, torch.zeros(100), chunk=4000)
 
 
 @cache
@@ -259,7 +259,7 @@ def test_pairs_give_moments_given_the_covariates():
     """
 
     x = 3 * torch.randn(500)
-    records = records_of(linear, x[:, None], torch.zeros(500), public=("x",), chunk=2000)
+    records = records_of(linear, x[:, None], torch.zeros(500), public=("x",))
     rows = PublicRows({0: x[:, None]}, is_paired=True, seed=0)
     simulator = Simulator(records, rows, 500, 20_001, 1)  # the last has no partner
     simulated = simulator.at(torch.zeros(1))

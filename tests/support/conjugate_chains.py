@@ -3,7 +3,7 @@ reached.
 """
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import pyro
 import pyro.distributions as dist
@@ -27,6 +27,10 @@ GROUP, VALUES = torch.arange(9) % GROUPS, torch.linspace(-1.0, 2.0, 9).double()
 
 def gaussian_prior(dimension):
     return pyro.sample("mean", dist.Normal(0.0, PRIOR_STD).expand([dimension]).to_event(1))
+
+
+# of each dimension one, by which recorded priors are found
+gaussian_prior_of = cache(partial(partial, gaussian_prior))
 
 
 def bernoulli_prior():
@@ -194,7 +198,7 @@ def family(target, kernel=ExponentialFamilyPenalty, **options):
     """The same posteriors from sufficient statistics."""
     prior, statistics, natural, normalizer, fitting = FAMILIES[type(target)]
     if isinstance(target, Gaussian):
-        prior = partial(prior, len(target.mean))
+        prior = gaussian_prior_of(len(target.mean))
     options = {"neighboring": "replace_one", **options}
     return kernel(
         prior,
