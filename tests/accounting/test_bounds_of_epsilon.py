@@ -232,7 +232,7 @@ def test_where_epsilon_is_0_one_direction_tells(monkeypatch):
 
 
 def test_mixtures_stand_for_many_rare_releases_in_both_directions(monkeypatch):
-    number = 300
+    number = 160
     levels = {Sampled("directed", 1e-8 * 100 ** (i / number), 1.0): 1 for i in range(number)}
     exact = bounds.upper_epsilon(levels, delta := 0.3 * number**-0.5 * advantage_sum(levels))
     monkeypatch.setattr(bounds, "_MOST_CUT", number - 1)

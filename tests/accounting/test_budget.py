@@ -61,6 +61,7 @@ def of_dp_accounting(counts, epsilon, pessimistic):
             sampling_prob=pair.rate,
             value_discretization_interval=1e-4 if sum(counts.values()) < 50 else 1e-3,
             pessimistic_estimate=pessimistic,
+            log_mass_truncation_bound=-30,  # e⁻³⁰ of delta; fewer losses to go through
         ).self_compose(count)
         found = each if found is None else found.compose(each)
     return found.get_delta_for_epsilon(epsilon) if counts else 0.0
@@ -122,13 +123,13 @@ def test_what_remains_is_what_is_admitted(epsilon, delta, rate, noise):
 def test_many_different_releases_use_a_budget_up(monkeypatch):
     """More than are composed one by one."""
     composed, original = [], budget.compose
-    monkeypatch.setattr(budget, "EXACT_LEVELS", 16)
+    monkeypatch.setattr(budget, "EXACT_LEVELS", 8)
     monkeypatch.setattr(budget, "compose", lambda *a, **k: composed.append(1) or original(*a, **k))
     pairs = (Sampled("directed", 0.06, 2.2 * 0.985**k) for k in itertools.count())
-    counts, refused = used_up(Budget(1.2, DELTA, "pld"), pairs)
-    assert len(counts) > 30 and len(composed) < 15
-    assert true_delta(counts, 1.2) <= DELTA * (1 + 1e-6)
-    assert true_delta(added(counts, {refused: 1}), 1.2 * (1 - 2e-3)) > DELTA
+    counts, refused = used_up(Budget(0.8, DELTA, "pld"), pairs)
+    assert len(counts) > 15 and len(composed) < 15
+    assert true_delta(counts, 0.8) <= DELTA * (1 + 1e-6)
+    assert true_delta(added(counts, {refused: 1}), 0.8 * (1 - 2e-3)) > DELTA
 
 
 @pytest.mark.parametrize("method", ["pld", "rdp"])

@@ -47,7 +47,8 @@ FORK = {"multiprocessing_context": "fork"}
 @pytest.fixture(autouse=True)
 def _threads_of_a_left_pass_end_in_the_test_that_left_it():
     yield
-    gc.collect()
+    if multiprocessing.active_children():  # of a left pass; to collect takes long late in a run
+        gc.collect()
     until = time.monotonic() + 2
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
