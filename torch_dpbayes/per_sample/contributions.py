@@ -185,7 +185,7 @@ class Outer(Product):
         *,
         is_transposed: bool = False,
     ) -> None:
-        super().__init__(inputs, backprops, backprops[0, ..., 0].numel())
+        super().__init__(inputs, backprops, backprops.shape[1:-1].numel())
         self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.parameters = () if weight is None else (weight,)
         self.parameters += () if bias is None else (bias,)
@@ -223,7 +223,7 @@ class Outer(Product):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         whole = self.backprops, self.inputs, factor
-        parts = pieces(self.backprops[0].numel(), *whole) if self._is_split else (whole,)
+        parts = pieces(self.backprops.shape[1:].numel(), *whole) if self._is_split else (whole,)
         for g, a, weights in parts:
             g = weighted(g, weights)
             if g.dim() > 2:
