@@ -189,7 +189,7 @@ def row_norms(rows: Tensor) -> Tensor:
     count = rows.shape[1] // _LONG
     if count < 2:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    pieces = rows[:, : count * _LONG].unflatten(1, (count, _LONG))
+    pieces = rows[:, : count * _LONG].view(rows.shape[0], count, _LONG)
     rest = torch.linalg.vector_norm(rows[:, count * _LONG :], dim=1, keepdim=True, dtype=dtype)
     norms = torch.linalg.vector_norm(pieces, dim=2, dtype=dtype)
     return row_norms(torch.cat([norms, rest], 1))

@@ -193,12 +193,9 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         require_no_modes()
-        leaves = [layer.anchor for layer in self._layers]
-        self._versions = []
-        for parameter in self._parameters:
-            self._versions.append(("a parameter", parameter, parameter._version))
-            if parameter.requires_grad:
-                leaves.append(parameter)
+        leaves, parameters = [layer.anchor for layer in self._layers], self._parameters
+        leaves += filter(_requires_grad, parameters)
+        self._versions = [("a parameter", p, p._version) for p in parameters]
         try:
             # a single layer, which draws no random numbers, needs no map
             is_one_layer = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
