@@ -40,6 +40,8 @@ from .processes import Lock
 # sums of so many records are in float64: float32 would round by more than 10⁻³·C
 _MANY_RECORDS = 2**14
 
+_IMMUTABLE = frozenset((float, int, str, bool, type(None)))
+
 Settings = Callable[[], Mapping[str, Any]]
 # a parameter group with the names and the tensors of its trainable parameters
 Member = tuple[dict[str, Any], list[str], list[Tensor]]
@@ -64,17 +66,17 @@ class GroupGradient:
         self.gradient = gradient
         self.gradients = [g.view(p.shape) for g, p in zip(pieces, self.parameters, strict=True)]
         self.noise_multiplier, self.prior_stds = math.inf, list[float]()
-        self.options: list[Any] = []
+        self.options: dict[str, Any] = {}
 
-    def current_options(self) -> list[Any]:
+    def current_options(self) -> dict[str, Any]:
         """The group's options, which are public; mutable ones are copied."""
-        found = []
-        for name, value in self.group.items():
-            if type(value) in (float, int, str):  # immutable
-                found.append(value)
-            elif name not in ("params", "param_names"):  # the layout has both
+        found = dict(self.group)
+        for name in ("params", "param_names"):  # the layout has both
+            found.pop(name, None)
+        if not _IMMUTABLE.issuperset(map(type, found.values())):
+            for name, value in found.items():
                 require_public("a parameter group", [value])
-                found.append(value.tolist() if isinstance(value, Tensor) else copy(value))
+                found[name] = value.tolist() if isinstance(value, Tensor) else copy(value)
         return found
 
 

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from .declared import DeclaredOptimizer
 from .settings import LogPrior, fits
 
 _ORDINARY = 1e9  # smaller numbers cannot overflow float32 in one step
+_kind_of = attrgetter("requires_grad", "dtype", "device")
 _log = logging.getLogger("torch_dpbayes")
 
 
@@ -141,8 +142,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         """The flat buffers of a step, built again if other parameters are trainable."""
         made_for: list[Any] = [self.release.ranks is not None]
         for group in self.param_groups:
-            for p in group["params"]:
-                made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
+            made_for += id(group), [*map(id, group["params"])], [*map(_kind_of, group["params"])]
         if self._layout is None or self._layout_made_for != made_for:
             for group in self.param_groups:
                 require_public("a parameter group", group.values())

@@ -76,11 +76,9 @@ def pieces(numbers: int, *tensors: Tensor, is_small: bool = False) -> Iterator[t
     n, machine = tensors[0].shape[0], machine_of(tensors[0].device)
     piece = machine.piece // 4 if is_small and not machine.is_accelerator else machine.piece
     step = max(1, piece // numbers if numbers else n)
-    if step >= n > 0:
-        yield tensors
-        return
-    for start in range(0, n, step):
-        yield tuple(t[start : start + step] for t in tensors)
+    if step >= n:
+        return iter((tensors,))
+    return zip(*(t.split(step) for t in tensors), strict=True)
 
 
 @functools.lru_cache(1024)
@@ -186,10 +184,12 @@ def row_norms(rows: Tensor) -> Tensor:
     """Norms of the rows of a matrix, float32 or better. Long rows are cut into pieces: torch's own
     error grows with their length, and the norm of a million numbers is 2e-5 too small.
     """
-    dtype, count = wide(rows), rows.shape[1] // _LONG
+    # dtype= takes as long as all else for small matrices
+    dtype = None if rows.dtype in (torch.float32, torch.float64) else torch.float32
+    count = rows.shape[1] // _LONG
     if count < 2:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    pieces = rows[:, : count * _LONG].unflatten(1, (count, _LONG))
+    pieces = rows[:, : count * _LONG].view(rows.shape[0], count, _LONG)
     rest = torch.linalg.vector_norm(rows[:, count * _LONG :], dim=1, keepdim=True, dtype=dtype)
     norms = torch.linalg.vector_norm(pieces, dim=2, dtype=dtype)
     return row_norms(torch.cat([norms, rest], 1))

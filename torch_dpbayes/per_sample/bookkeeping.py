@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ from .record_map import (
     as_traced,
     require_no_modes,
 )
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class UsedElsewhere(CannotBeMapped):
@@ -89,7 +92,7 @@ class BookkeepingGradientSource(GradientSource):
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._gelus = [_Gelu(m) for m in module.modules() if type(m).__name__ == "BloomGelu"]
-        recorded = {p for layer in self._layers for _, p in layer.known}
+        recorded = {p for layer in self._layers for p in layer.known.values()}
         in_map = [p for p in self._parameters if p not in recorded]
         self.mapped = MappedForward(module, self, in_map, loss)
 
@@ -112,14 +115,14 @@ class BookkeepingGradientSource(GradientSource):
         layer. Returns whether a layer recorded any of them before.
         """
         outside = set(parameters)
-        moved = [layer for layer in self._layers if outside & {p for _, p in layer.known}]
+        moved = [layer for layer in self._layers if not outside.isdisjoint(layer.known.values())]
         for layer in moved:
             if layer.module is self.mapped.module:  # both replace the same forward
                 self.mapped.original, self.mapped.own = layer.original, layer.own
             else:
                 layer.remove()
             self._layers.remove(layer)
-            self.mapped.add_direct(p for _, p in layer.known)
+            self.mapped.add_direct(layer.known.values())
         return bool(moved)
 
     def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
@@ -190,12 +193,9 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         require_no_modes()
-        leaves = [layer.anchor for layer in self._layers]
-        self._versions = []
-        for parameter in self._parameters:
-            self._versions.append(("a parameter", parameter, parameter._version))
-            if parameter.requires_grad:
-                leaves.append(parameter)
+        leaves, parameters = [layer.anchor for layer in self._layers], self._parameters
+        leaves += filter(_requires_grad, parameters)
+        self._versions = [("a parameter", p, p._version) for p in parameters]
         try:
             # a single layer, which draws no random numbers, needs no map
             is_one_layer = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
@@ -296,7 +296,7 @@ class _Layer(ReplacedForward):
         self.source, self.name, self.type = source, name, type(module)
         self.kind = layers.KINDS[self.type]
         self.tensors = f"the input of layer {name!r}, or the gradient of its output,"
-        self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
+        self.known = {n: p for n, p in module._parameters.items() if p is not None}
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
         self.settings = layers.settings_of(module)  # the model could put records' tensors there
@@ -307,22 +307,19 @@ class _Layer(ReplacedForward):
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        parameters, is_trained = self.module._parameters, False
+        own, known = vars(self.module), self.known
+        if any(map(is_not, map(own["_parameters"].get, known), known.values())):
+            if self.source.mapped.is_checking:  # by functional_call, most likely
+                raise self._used_elsewhere(COPIED)
+            raise StepError(COPIED, code="model-copied")
         with torch._C.DisableTorchFunction():  # attributes are slow to read through a map
-            for name, p in self.known:
-                is_trained |= p.requires_grad
-                if parameters.get(name) is not p:
-                    if self.source.mapped.is_checking:  # by functional_call, most likely
-                        raise self._used_elsewhere(COPIED)
-                    raise StepError(COPIED, code="model-copied")
+            is_trained = any(map(_requires_grad, known.values()))
         if not is_trained:
             return self.original(*args, **kwargs)
         given = (*args, *kwargs.values())
         if len(given) != 1 or not isinstance(given[0], Tensor):
             raise self._used_elsewhere("with arguments besides its input")
-        own, is_changed = vars(self.module), False
-        for name, value in self.settings.items():
-            is_changed |= own.get(name) is not value
+        is_changed = any(map(is_not, map(own.get, self.settings), self.settings.values()))
         is_changed |= type(self.module) is not self.type
         if is_changed or self.type.forward is not self.kind.forward:
             raise StepError(_CHANGED.format(self.name), code="step-changed")
@@ -332,7 +329,7 @@ class _Layer(ReplacedForward):
             raise self._used_elsewhere(str(error)) from error
 
     def _used_elsewhere(self, how: str) -> UsedElsewhere:
-        return UsedElsewhere(how, (p for _, p in self.known))
+        return UsedElsewhere(how, self.known.values())
 
     def _record(self, whole: Tensor) -> Tensor:
         """Run the whole batch at once. If a record has several rows, each row is one call."""
@@ -340,9 +337,7 @@ class _Layer(ReplacedForward):
         if rows is not None:
             whole = whole.squeeze(1) if rows == 1 else whole.flatten(0, 1)
         given = whole.clone() if whole.is_inference() else whole
-        values: dict[str, Tensor] = {}
-        for name, p in self.known:
-            values[name] = p.detach()
+        values = {name: p.detach() for name, p in self.known.items()}
         out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # the hook is on the base: an in-place operation on a view would lose a hook on the view
         base, shape = out if out._base is None else out._base, out.shape
@@ -359,7 +354,7 @@ class _Layer(ReplacedForward):
             if inputs[0]._version != version:
                 error = _WRITTEN.format(self.tensors, "forward() and backward()")
                 raise StepError(error, code="step-changed")
-            for name, p in self.known:
+            for name, p in self.known.items():
                 if p._backward_hooks:
                     raise StepError(
                         f"{name!r} of layer {self.name!r} has a hook on its gradient"

@@ -59,34 +59,34 @@ class PerRecord(Contribution):
         self.parameters = tuple(gradients)
         # autograd's gradients are often transposed, and slow to copy: entries stay as they are in
         # memory, with the order of their dimensions
-        self._orders = {p: _order(g) for p, g in gradients.items()}
-        self._rows = {
-            p: g.reshape(len(g), p.numel()) if order is None else g.permute(0, *order).flatten(1)
-            for (p, g), order in zip(gradients.items(), self._orders.values(), strict=True)
-        }
+        self._orders = [*map(_order, gradients.values())]
+        self._rows = [
+            g.reshape(g.shape[0], p.numel()) if order is None else g.permute(0, *order).flatten(1)
+            for (p, g), order in zip(gradients.items(), self._orders, strict=True)
+        ]
 
     def norm(self) -> Tensor:
-        return joined([row_norms(g) for g in self._rows.values()])
+        return joined([*map(row_norms, self._rows)])
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        for p, g in self._rows.items():
+        for p, g, order in zip(self.parameters, self._rows, self._orders, strict=True):
             if (total := out.get(p)) is None:
                 continue
-            order = self._orders[p]
             if order is not None:
                 total = total.view(p.shape).permute(*(k - 1 for k in order))
             total.add_(_added_up(in_type(g, factor.dtype), factor).view(total.shape))
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        rows = dict(self._rows)
-        for p, order in self._orders.items():
+        found = {}
+        for p, g, order in zip(self.parameters, self._rows, self._orders, strict=True):
             if order is not None:
-                g = rows[p].unflatten(1, [p.shape[k - 1] for k in order])
-                rows[p] = g.permute(0, *(1 + k for k in np.argsort(order))).flatten(1)
-        return rows
+                g = g.unflatten(1, [p.shape[k - 1] for k in order])
+                g = g.permute(0, *(1 + k for k in np.argsort(order))).flatten(1)
+            found[p] = g
+        return found
 
     def keep_only(self, keep: Tensor) -> None:
-        self._rows = {p: _kept(g, keep) for p, g in self._rows.items()}
+        self._rows = [_kept(g, keep) for g in self._rows]
 
 
 def _added_up(rows: Tensor, factor: Tensor) -> Tensor:
@@ -94,12 +94,13 @@ def _added_up(rows: Tensor, factor: Tensor) -> Tensor:
     could change the roundings of thousands of others. So few rows are added in order, and torch's
     own sum adds the results in a tree.
     """
-    groups = len(rows) // _IN_ORDER
+    groups = rows.shape[0] // _IN_ORDER
     count = groups * _IN_ORDER
     total = rows[count:].T.mv(factor[count:])
     if groups:
         weights = factor[:count].view(groups, 1, _IN_ORDER)
-        total += torch.bmm(weights, rows[:count].unflatten(0, (groups, -1))).sum((0, 1))
+        blocks = rows[:count].view(groups, _IN_ORDER, rows.shape[1])
+        total += torch.bmm(weights, blocks).sum((0, 1))
     return total
 
 
@@ -140,7 +141,7 @@ class Product(Contribution):
 
     def set_norms(self, alike: Sequence[Any]) -> None:
         """Compute norms and sizes of layers with the same key, some at a time."""
-        n, dtype = len(self.backprops), wide(self.backprops)
+        n, dtype = self.backprops.shape[0], wide(self.backprops)
         # Relative to the terms' size, a sum of T terms rounds by at most T units of 2⁻²⁴, and both
         # factors by two (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
         # 3.1). The norm may be of another sum of the same terms. Clipping is never too weak.
@@ -185,7 +186,7 @@ class Outer(Product):
         *,
         is_transposed: bool = False,
     ) -> None:
-        super().__init__(inputs, backprops, backprops[0, ..., 0].numel())
+        super().__init__(inputs, backprops, backprops.shape[1:-1].numel())
         self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.parameters = () if weight is None else (weight,)
         self.parameters += () if bias is None else (bias,)
@@ -223,7 +224,7 @@ class Outer(Product):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         whole = self.backprops, self.inputs, factor
-        parts = pieces(self.backprops[0].numel(), *whole) if self._is_split else (whole,)
+        parts = pieces(self.backprops.shape[1:].numel(), *whole) if self._is_split else (whole,)
         for g, a, weights in parts:
             g = weighted(g, weights)
             if g.dim() > 2:

@@ -63,6 +63,7 @@ REMEDIES = {
 _NO_VALUES = "the batch has no values before backward(), and t.data = x makes t part of the batch"
 _HIDDEN_WEIGHT = "the library cannot see weight= of l1_loss"
 _WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
+_storage_address: Any = torch._C._storage_address  # type: ignore[attr-defined]
 # The number of records of meta tensors: a dimension that it divides is that of the records.
 PRIME = 10007
 
@@ -145,9 +146,7 @@ class Followed(Tensor):
             device=device or rows.device,
             requires_grad=rows.requires_grad,
         )
-        with torch._C.DisableTorchFunctionSubclass():
-            storage = self.untyped_storage()._cdata
-        torch._C._set_storage_data_ptr_access_error_msg(storage, _NO_VALUES)
+        torch._C._set_storage_data_ptr_access_error_msg(_storage_address(self), _NO_VALUES)
         self._rows, self._batch, self._dim, self._how = rows, batch, dim, how
         if value is not None:
             self._value = value
@@ -183,8 +182,15 @@ class Followed(Tensor):
                 raise value._batch.refuse(message)
         raise LossError(f"{message}. After backward() pass x.detach().", code="loss-mixes")
 
+    @torch.compiler.disable
     def backward(self, *args: Any, **kwargs: Any) -> Any:  # without torch's dispatch
-        return self.__torch_function__(Tensor.backward, (Followed,), (self, *args), kwargs)
+        batch = self._batch
+        if not batch.is_open:
+            raise LossError(TWICE, code="loss-twice")
+        with torch._C.DisableTorchFunctionSubclass():
+            return batch.run(
+                Tensor.backward, "backward", (self, *args), kwargs, [self], None, batch
+            )
 
     # loss += 1 is loss = loss + 1
     __iadd__ = Tensor.__add__

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     def summed(t: Tensor) -> Tensor:
         """The sum over all dimensions except records and those of the parameter."""
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            return t.reshape(len(t), -1, math.prod(module.normalized_shape)).sum(1)
+            return t.reshape(t.shape[0], -1, math.prod(module.normalized_shape)).sum(1)
         return t.flatten(2).sum(2) if t.dim() > 2 else t
 
     parts: list[Contribution] = []
@@ -105,7 +106,7 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
         gradients: dict[Tensor, Tensor] = {}
         if weight is not None:
             found = []
-            for some, of_some in pieces(2 * g[0].numel(), inputs, g, is_small=True):
+            for some, of_some in pieces(2 * g.shape[1:].numel(), inputs, g, is_small=True):
                 normal = KINDS[type(module)].run(module, in_type(some, g.dtype), None, None)
                 found.append(summed(normal.mul_(of_some)))
             gradients[weight] = beside(found)
@@ -145,7 +146,7 @@ class Convolution(Product):
         pad = [] if is_even else list(module._reversed_padding_repeated_twice)
         inputs = inputs.to(backprops.dtype)
         inputs = torch._C._nn.pad(inputs, pad, mode) if any(pad) else inputs
-        super().__init__(inputs, backprops.contiguous(), backprops[0, 0].numel())
+        super().__init__(inputs, backprops.contiguous(), backprops.shape[2:].numel())
 
     def weight_gradient(self, inputs: Tensor, backprops: Tensor, records: int = 1) -> Tensor:
         """Σ over all rows. With ``records`` > 1, records are channels and groups of one
@@ -162,33 +163,36 @@ class Convolution(Product):
         """A view: (records, channels, kernel, positions), the last two of several dimensions."""
         if any(self.padding):
             inputs = torch._C._nn.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
-        dims = len(self.kernel)
-        for at, (k, t, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
-            inputs = inputs.unfold(2 + at, d * (k - 1) + 1, t)[..., ::d]
-        # from (records, channels, positions, kernel)
-        return inputs.movedim([*range(-dims, 0)], [*range(2, 2 + dims)])
+        n, channels, *lengths = inputs.shape
+        of_rows, *steps = inputs.stride()
+        sizes, strides = [n, channels, *self.kernel], [of_rows, steps.pop(0)]
+        strides += map(mul, steps, self.dilation)
+        for length, k, t, d in zip(lengths, self.kernel, self.stride, self.dilation, strict=True):
+            sizes.append((length - d * (k - 1) - 1) // t + 1)
+        strides += map(mul, steps, self.stride)
+        return inputs.as_strided(sizes, strides)
 
     def _as_linear(self, inputs: Tensor, backprops: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and output gradients of the equivalent linear layer over positions: a row for each
         record and group, some records at a time, always in the same memory.
         """
-        positions, columns = backprops[0, 0].numel(), self.numel // self.shape[0]
+        positions, columns = backprops.shape[2:].numel(), self.numel // self.shape[0]
         numbers = columns * self.groups * positions  # of the unfolded input
         memory: Tensor | None = None
         for a, g in pieces(numbers, inputs, backprops, is_small=True):
             u = self.unfolded(a)
             if not u.is_contiguous():
                 memory = u.new_empty(u.shape) if memory is None else memory
-                u = memory[: len(a)].copy_(u)
-            u = u.view(len(a) * self.groups, columns, positions).transpose(1, 2)
-            yield u, g.reshape(len(u), -1, positions).transpose(1, 2)
+                u = memory[: u.shape[0]].copy_(u)
+            u = u.view(-1, columns, positions).transpose(1, 2)
+            yield u, g.reshape(u.shape[0], -1, positions).transpose(1, 2)
 
     def instantiate(self, inputs: Tensor, backprops: Tensor, way: str) -> Iterator[Tensor]:
         """Per-record gradients of the weight, (records, numel), some records at a time. They are
         rounded to the layer's type, so norms must be computed from these gradients.
         """
         if way == "grouped":
-            numbers = max(self.numel, inputs[0].numel())
+            numbers = max(self.numel, inputs.shape[1:].numel())
             for a, g in pieces(numbers, inputs, backprops):
                 channels, of_outputs = a.flatten(0, 1)[None], g.flatten(0, 1)[None]
                 found = self.weight_gradient(channels, of_outputs, records=len(a))
@@ -206,8 +210,8 @@ class Convolution(Product):
             shape = n * self.groups, width // self.groups, math.prod(columns)
             rows = backprops.new_empty(shape)
             for u, g in self._as_linear(inputs, backprops):
-                torch.bmm(g.transpose(1, 2), u, out=rows[start : start + len(u)])
-                start += len(u)
+                torch.bmm(g.transpose(1, 2), u, out=rows[start : start + u.shape[0]])
+                start += u.shape[0]
             gradients[self.weight] = rows.view(n, -1)
         if self.bias is not None:
             gradients[self.bias] = backprops.flatten(2).sum(2)
@@ -225,7 +229,7 @@ class Convolution(Product):
     def numbers(self) -> float:
         if not arithmetic.machine_of(self.backprops.device).is_accelerator:
             return math.inf
-        return self.inputs[0].numel() + self.backprops[0].numel()
+        return self.inputs.shape[1:].numel() + self.backprops.shape[1:].numel()
 
     def norms_and_sizes(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         a, g = inputs.to(wide(inputs)), backprops.to(wide(backprops))
@@ -435,8 +439,8 @@ def choose_convolution(
     """``"gram"``, ``"unfold"`` or ``"grouped"``, by the estimated time, and whether the per-record
     gradients are kept for the sum.
     """
-    machine, positions = arithmetic.machine_of(backprops.device), backprops[0, 0].numel()
-    is_kept = weights <= _KEPT * (inputs[0].numel() + backprops[0].numel())
+    machine, positions = arithmetic.machine_of(backprops.device), backprops.shape[2:].numel()
+    is_kept = weights <= _KEPT * (inputs.shape[1:].numel() + backprops.shape[1:].numel())
     columns = weights // backprops.shape[1]  # of the unfolded input, per group
     products, unfolded = positions * weights, columns * groups * positions * machine.unfold
     times = {"unfold": products + unfolded + weights * machine.write}

@@ -59,7 +59,7 @@ class Delivery:
         self.batch = batch = Batch(self._shown, _run, self._randomness, max(0, 2 - records))
 
         def followed(t: Tensor) -> Tensor:
-            if t.dim() == 0 or t.shape[0] != records:
+            if t.shape[:1] != (records,):
                 return derived(t)  # collate_fn made it from several records
             if holds_records(t):
                 raise LossError(

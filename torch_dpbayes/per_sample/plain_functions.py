@@ -331,12 +331,13 @@ def losses_at_once(
     shape, options = outputs.shape, {**options, "reduction": "none"}
     if function in BY_ELEMENT:
         return function(outputs, labels, **options)
-    values = outputs.flatten(0, 1), labels.flatten(0, 1)
+    is_one = shape[1] == 1  # row of a record
+    values = [t.squeeze(1) if is_one else t.flatten(0, 1) for t in (outputs, labels)]
     try:  # torch raises an error on the CPU, but aborts on other devices
         found = (function if outputs.is_cpu else FUNCTIONS[function])(*values, **options)
     except IndexError:
         found = FUNCTIONS[function](*values, **options)
-    return found if shape[1] == 1 else found.unflatten(0, shape[:2])
+    return found if is_one else found.unflatten(0, shape[:2])
 
 
 _layer = rnn.one_layer_rnn

@@ -157,7 +157,6 @@ class RecordMap(OfOneMap, TorchFunctionMode):
         self._is_second_way, self._is_part = is_second_way, is_part
         self.records, self._randomness = records, "different" if is_random else "error"
         self._error: Exception | None = None  # an error inside; the model may have caught it
-        self._known = {}
 
     def __call__(
         self, function: OfOne, tensors: Sequence[Tensor], copies: Sequence[Tensor] = ()
@@ -176,9 +175,8 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
             torch._C._push_on_torch_function_stack(self)
             try:
-                inside = [functorch._add_batch_dim(t, 0, level) for t in rows]
-                self._known = {id(t): weakref.ref(t) for t in inside}
-                for t in function(inside):
+                self._known = {}
+                for t in function([*map(self._put_inside, rows)]):
                     if _len_torch_dispatch_stack() > 0:
                         raise CannotBeMapped(_DISPATCH)
                     self.require(t)
@@ -275,13 +273,16 @@ class RecordMap(OfOneMap, TorchFunctionMode):
             raise
         finally:
             functorch.push_dynamic_layer_stack(stack)
+        if isinstance(result, Tensor):
+            return self._put_inside(result)
+        return map_tensors(result, self._put_inside)
 
-        def inside_again(t: Tensor) -> Tensor:
-            t = functorch._add_batch_dim(t, 0, level)
-            self._known[id(t)] = weakref.ref(t)
-            return t
-
-        return map_tensors(result, inside_again)
+    def _put_inside(self, rows: Tensor) -> Tensor:
+        """One record's slice of ``rows``, inside the map."""
+        assert self._level is not None
+        t: Tensor = functorch._add_batch_dim(rows, 0, self._level)
+        self._known[id(t)] = weakref.ref(t)
+        return t
 
     def _own(self, made: Tensor) -> Tensor:
         """Separate memory for each record: a model may write into it."""
