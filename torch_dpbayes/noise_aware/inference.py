@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..density.pyro_runs import UnfitModel, first_line, using_pyro
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
@@ -43,7 +44,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import POINTS, ModelRecords, log_likelihoods
+from .records import LARGEST_DIMENSION, POINTS, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
     NUM_RELEASES,
@@ -195,13 +196,20 @@ def posterior_for_module(
     **Privacy.** As for :func:`posterior`. Each row of features is a function of its own record.
     """
     with using_pyro, torch.no_grad():
+        _require_known(options, "posterior_for_module")
         layer = LastLayer(module, likelihood, prior_std)
         if isinstance(targets, Tensor) and targets.dim() == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        is_usual = OF_OTHER_MODELS.isdisjoint(options)
-        if likelihood == "categorical" and size > SMALLEST and is_usual:
+        is_large = likelihood == "categorical" and size > SMALLEST
+        others = sorted(OF_OTHER_MODELS.intersection(options))
+        if is_large and others and size > LARGEST_DIMENSION:
+            raise ArgumentError(
+                f"leave out {others[0]}=: with it, a layer may have at most {LARGEST_DIMENSION}"
+                f" parameters, and this one has {size}."
+            )
+        if is_large and not others:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
@@ -210,6 +218,16 @@ def posterior_for_module(
     if likelihood == "normal" and layer.linear.out_features != 2:
         found.noise_std = 1.0
     return found
+
+
+_OPTIONS = tuple(inspect.signature(posterior).parameters)[2:]
+
+
+def _require_known(options: Mapping[str, Any], name: str, *others: str) -> None:
+    known = [option for option in _OPTIONS if option not in others]
+    for option in options:
+        if option not in known:
+            raise ArgumentTypeError(f"{name} has no option {option!r}: use {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -249,6 +267,7 @@ def plan(
 
     **Privacy.** Nothing is charged or released. Only shapes, types and public rows are read.
     """
+    _require_known(options, "plan", "max_grad_norm")
     with using_pyro, torch.no_grad():
         setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
         simulator, latents = setup.simulator(setup.assumed_law()), setup.latents
