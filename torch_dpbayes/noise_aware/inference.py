@@ -149,21 +149,10 @@ def posterior(
     density or score is not finite counts as 0. Nothing else depends on records: errors before the
     charge depend only on the model, shapes, types and public rows.
     """
+    budget, counts = (epsilon, delta, accountant, num_data), (num_releases, num_simulated)
+    rows = public, covariates, max_feature_norm, constant_columns
     with using_pyro, torch.no_grad():
-        return Setup(
-            model,
-            data,
-            epsilon,
-            delta,
-            accountant,
-            num_data,
-            public,
-            covariates,
-            max_feature_norm,
-            constant_columns,
-            num_releases,
-            num_simulated,
-        ).infer(max_grad_norm)
+        return Setup(model, data, *budget, *rows, *counts).infer(max_grad_norm)
 
 
 def posterior_for_module(
