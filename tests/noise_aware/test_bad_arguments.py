@@ -342,3 +342,36 @@ def test_a_budget_that_is_too_small_gives_the_prior_and_says_so():
     # of 200 draws, four standard errors
     assert found.stddev["w"].tolist() == pytest.approx([1.0, 1.0], abs=0.2)
     assert found.mean["w"].tolist() == pytest.approx([0.0, 0.0], abs=0.28)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "advice"),
+    [
+        (ArgumentTypeError, of_large_layer(SOFTMAX, X, LABELS, num_draws=3), "use epsilon, delta"),
+        (ArgumentTypeError, call(dpb.noise_aware.plan, logistic, X, Y, max_grad_norm=1), "use eps"),
+        (
+            ArgumentError,
+            of_large_layer(nn.Linear(300, 2), torch.zeros(2, 300), LABELS[:2], max_grad_norm=1.0),
+            "leave out max_grad_norm=",
+        ),
+        (
+            ArgumentError,
+            call(posterior, dpb.ops.GLM(max_feature_norm=1e7), X, Y),
+            "pass the norm that most rows have",
+        ),
+        (ArgumentError, of_layer(NET, X, Y, max_feature_norm=1e7), "pass the norm that most rows"),
+    ],
+)
+def test_a_refusal_says_what_to_write(kind, call, advice):
+    door, args, options = call
+    with pytest.raises(kind, match=advice) as caught:
+        door(*args, **options | {"accountant": held(1.0, 1e-5)})
+    assert caught.value.code == kind.code
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_a_large_norm_is_no_error_if_rows_are_public():
+    glm = dpb.ops.GLM(max_feature_norm=1e7)
+    assert (
+        posterior(glm, X, Y, public="features", **BUDGET, **SHORT).mean["weights"].isfinite().all()
+    )

@@ -13,7 +13,7 @@ from support.pyro_models import gaussian, weights
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import posterior_for_module
 from torch_dpbayes.noise_aware.models import LastLayer, model_of
-from torch_dpbayes.noise_aware.records import clipped, scores
+from torch_dpbayes.noise_aware.records import clipped, log_likelihoods, scores
 from torch_dpbayes.noise_aware.run import Mechanism
 
 pytestmark = pytest.mark.usefixtures("recorded_once", "double")
@@ -204,3 +204,23 @@ def test_no_record_raises_in_a_frozen_body():
     x[7] = -20.0  # no square root
     found = LastLayer(Fails(), "bernoulli", 1.0).features(x)
     assert bool((found[7] == 0).all()) and bool((found[:7] > 3).all())
+
+
+def test_one_pass_holds_as_many_points_as_records_fit_into_a_chunk(monkeypatch):
+    """Of a wide network: 32 points of all records would take a gigabyte."""
+    hidden = torch.randn(3, 4096)
+
+    def network(x, y):
+        gaussian(y, torch.tanh(x @ hidden * weights("m")).mean(1))
+
+    records = records_of(network, torch.randn(500, 3), torch.randn(500))
+    together, found = [], type(records.density).log_likelihoods_of_first
+
+    def counted(self, thetas, count):
+        together.append(len(thetas) * count)
+        return found(self, thetas, count)
+
+    monkeypatch.setattr(type(records.density), "log_likelihoods_of_first", counted)
+    thetas = torch.randn(40, 1, dtype=torch.float64)
+    assert log_likelihoods(records.density, thetas).shape == (40, 500)
+    assert records.density.chunk < 500 and max(together) <= 32 * records.density.chunk

@@ -109,6 +109,11 @@ class RecordDensity:
         return len(self._rows[0])
 
     @property
+    def chunk(self) -> int:
+        """The number of records that are computed together."""
+        return self._terms.rows
+
+    @property
     def read(self) -> Tensor:
         """For each coordinate of θ, whether the records' terms depend on it, ``[dimension]``. All
         coordinates of a site have the same value. If False, gradients are exactly 0, whatever the

@@ -222,24 +222,29 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     logs = values.clamp_min(torch.finfo(torch.float64).tiny).log()
     level = logs.mean().expand(_CHAINS, 1, 1)
     square = (logs.var(correction=0) + 1 / size**2).expand(_CHAINS, 1, 1)
-    given = [(vectors if a is None else a @ vectors, y, v**2) for y, v, a in looks]
-    scales = [(a.square().sum(0), noise) for a, _, noise in given]
-    curvature = _derivative(logs).square() * sum(torch.outer(q, q) / v for q, v in scales)
+    at_start = torch.diag(logs.exp())
+    given = [((vectors if a is None else a @ vectors) / v**0.5, y / v) for y, v, a in looks]
+    pull_at_start = sum(a.T @ (a @ at_start @ a.T - y) @ a for a, y in given)
+    told = [a.T @ a for a, _ in given]
+    curvature = _derivative(logs).square() * sum(torch.outer(b, b) for b in map(torch.diag, told))
+
+    def prior(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        apart = matrices - level * eye
+        return (apart.square() / (2 * square)).sum((1, 2)), apart / square
 
     def potential(matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """−log p and its gradient, in the eigenvectors at the start."""
+        """−log p and its gradient, in the eigenvectors at the start. The misfit is a polynomial in
+        G − (G at the start), because squares of Y have fewer digits.
+        """
         is_finite = matrices.isfinite().all(2).all(1)  # if not, the step is far too long
         matrices = torch.where(is_finite[:, None, None], matrices, eye)
         own, basis = torch.linalg.eigh(matrices)
-        apart = matrices - level * eye
-        value, slope = (apart.square() / (2 * square)).sum((1, 2)), 0 * eye
-        for onto, released, noise in given:
-            turned = onto @ basis
-            misfit = (turned * own.exp()[:, None]) @ turned.mT - released
-            value = value + misfit.square().sum((1, 2)) / (2 * noise)
-            slope = slope + turned.mT @ misfit @ turned / noise
-        slope = basis @ (slope * _derivative(own)) @ basis.mT + apart / square
-        return torch.where(is_finite, value, math.inf), slope
+        moved = (basis * own.exp()[:, None]) @ basis.mT - at_start
+        pulled = sum(b @ moved @ b for b in told)
+        value, slope = prior(matrices)
+        value = value + (moved * (pulled / 2 + pull_at_start)).sum((1, 2))
+        inner = (basis.mT @ (pulled + pull_at_start) @ basis) * _derivative(own)
+        return torch.where(is_finite, value, math.inf), slope + basis @ inner @ basis.mT
 
     # not at equal eigenvalues, where s = 0 holds the chains
     apart = (1 / square + curvature).rsqrt() * _symmetric_noise(_CHAINS, size)
@@ -249,12 +254,13 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
         units = (1 / square + curvature).rsqrt().mul
         states, momenta = States(place, value, slope), _symmetric_noise(_CHAINS, size)
         now, chances = trajectory(states, momenta, step, _LEAPFROG_STEPS, potential, units, units)
-        place = now.at
+        place, old = now.at, prior(now.at)
         if number < _WARM_UP:
             step *= math.exp((float(chances.mean()) - _ACCEPTANCE) / math.sqrt(1 + number / 4))
         level, square = _hyperparameters(place)
+        changes = zip(now[1:], old, prior(place), strict=True)
         # s and L − mI by the same factor: given L, s would move by little
-        before = place, square, *potential(place)
+        before = place, square, *(of_both - left + new for of_both, left, new in changes)
         factor = (_FACTOR * torch.randn_like(square)).exp()
         place, square = level * eye + factor * (place - level * eye), factor**2 * square
         after = place, square, *potential(place)
@@ -356,9 +362,10 @@ def _symmetric_noise(count: int, size: int) -> Tensor:
 def _derivative(logs: Tensor) -> Tensor:
     """f ``[..., d, d]`` at eigenvalues of L; for equal ones, the limit of sinh(x)/x."""
     rows, columns = logs[..., :, None], logs[..., None, :]
-    half, mean = (rows - columns) / 2, (rows + columns) / 2
-    ratio = torch.where(half.abs() < 1e-4, 1 + half.square() / 6, half.sinh() / half)
-    return mean.exp() * ratio
+    half, roots = (rows - columns) / 2, (logs / 2).exp()
+    roots = roots[..., :, None] * roots[..., None, :]
+    exact = (rows.exp() - columns.exp()) / (2 * half)
+    return torch.where(half.abs() < 1e-4, roots * (1 + half.square() / 6), exact)
 
 
 def _hyperparameters(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,14 +37,9 @@ def trajectory(
 ) -> tuple[States, Tensor]:
     """Each chain's next state, and its acceptance probability.
 
-    Args:
-        states: the current states.
-        momenta: standard normal, in their own units.
-        step: the step size.
-        count: the number of leapfrog steps.
-        potential: −log p and its gradient.
-        scaled, unscaled: gradients in units of the momenta, and momenta in units of the states.
-        target: −log p for the acceptance, if trajectories follow another density.
+    ``momenta`` are standard normal. ``scaled`` gives gradients in units of the momenta, and
+    ``unscaled`` momenta in units of the states. ``target`` is −log p for the acceptance, if
+    trajectories follow another density than the ``potential``.
     """
     at, values, slopes = states
     moving = momenta - step / 2 * scaled(slopes)

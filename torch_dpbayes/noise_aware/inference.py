@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..density.pyro_runs import UnfitModel, first_line, using_pyro
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
@@ -43,7 +44,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import POINTS, ModelRecords, log_likelihoods
+from .records import LARGEST_DIMENSION, POINTS, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import (
     NUM_RELEASES,
@@ -62,6 +63,7 @@ _LABEL = "noise_aware.posterior"
 # records for moments at the mode, for steps in a run, and under each law of the covariates
 _SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
 _LEAST_SIMULATED = 500
+_FARTHEST = 1e4  # of a record's log ratio over the prior: a search reaches some hundreds
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
@@ -147,21 +149,10 @@ def posterior(
     density or score is not finite counts as 0. Nothing else depends on records: errors before the
     charge depend only on the model, shapes, types and public rows.
     """
+    budget, counts = (epsilon, delta, accountant, num_data), (num_releases, num_simulated)
+    rows = public, covariates, max_feature_norm, constant_columns
     with using_pyro, torch.no_grad():
-        return Setup(
-            model,
-            data,
-            epsilon,
-            delta,
-            accountant,
-            num_data,
-            public,
-            covariates,
-            max_feature_norm,
-            constant_columns,
-            num_releases,
-            num_simulated,
-        ).infer(max_grad_norm)
+        return Setup(model, data, *budget, *rows, *counts).infer(max_grad_norm)
 
 
 def posterior_for_module(
@@ -195,13 +186,20 @@ def posterior_for_module(
     **Privacy.** As for :func:`posterior`. Each row of features is a function of its own record.
     """
     with using_pyro, torch.no_grad():
+        _require_known(options, "posterior_for_module")
         layer = LastLayer(module, likelihood, prior_std)
         if isinstance(targets, Tensor) and targets.dim() == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        is_usual = OF_OTHER_MODELS.isdisjoint(options)
-        if likelihood == "categorical" and size > SMALLEST and is_usual:
+        is_large = likelihood == "categorical" and size > SMALLEST
+        others = sorted(OF_OTHER_MODELS.intersection(options))
+        if is_large and others and size > LARGEST_DIMENSION:
+            raise ArgumentError(
+                f"leave out {others[0]}=: with it, a layer may have at most {LARGEST_DIMENSION}"
+                f" parameters, and this one has {size}."
+            )
+        if is_large and not others:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
@@ -210,6 +208,16 @@ def posterior_for_module(
     if likelihood == "normal" and layer.linear.out_features != 2:
         found.noise_std = 1.0
     return found
+
+
+_OPTIONS = tuple(inspect.signature(posterior).parameters)[2:]
+
+
+def _require_known(options: Mapping[str, Any], name: str, *others: str) -> None:
+    known = [option for option in _OPTIONS if option not in others]
+    for option in options:
+        if option not in known:
+            raise ArgumentTypeError(f"{name} has no option {option!r}: use {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -249,6 +257,7 @@ def plan(
 
     **Privacy.** Nothing is charged or released. Only shapes, types and public rows are read.
     """
+    _require_known(options, "plan", "max_grad_norm")
     with using_pyro, torch.no_grad():
         setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
         simulator, latents = setup.simulator(setup.assumed_law()), setup.latents
@@ -296,8 +305,15 @@ class Setup:
         num_simulated: int | None = None,
     ) -> None:
         self.accountant = budget_of(accountant, epsilon, delta)
+        # deviation of a record's log ratio over the prior, for rows of norm 1
+        told = model.prior_std if isinstance(model, LastLayer) else 0.0
         if isinstance(model, GLM | Softmax):
-            max_feature_norm = model.max_feature_norm
+            max_feature_norm, told = (
+                model.max_feature_norm,
+                float(model.prior_precision.min() ** -0.5),
+            )
+            if isinstance(model, GLM):
+                told *= model.record_smoothness(1.0) ** 0.5 / max_feature_norm
             data = targets_of(model, *model.prepare(tuple(data)))
             model = model_of(model, data[0].shape[1])
         self.count = _SIMULATED
@@ -324,6 +340,11 @@ class Setup:
         if self._public_rows is None:
             bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
             self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
+            if self.shape is not None and told * bound > _FARTHEST:
+                raise ArgumentError(
+                    f"max_feature_norm = {bound:g} is too large for this prior, whose mode is then"
+                    " too far away: pass the norm that most rows have, or a narrower prior."
+                )
             self.categories = self.records.categories()
         self.plan = plan_run(
             self.accountant,

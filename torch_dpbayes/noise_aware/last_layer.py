@@ -122,15 +122,10 @@ def posterior_of_large_layer(
     finite, or not a class, has a score of 0. Nothing else depends on records.
     """
     (classes, width), prior_std = layer.linear.weight.shape, layer.prior_std
-    if classes * width > _LARGEST:
+    if classes * width > _LARGEST or width > _WIDEST:
         raise UnfitModel(
-            f"the layer has {classes * width} weights, but at most {_LARGEST} can be sampled well:"
-            " use fewer features, or a sampler of dpb.optim."
-        )
-    if width > _WIDEST:
-        raise UnfitModel(
-            f"the layer reads {width} features, but at most {_WIDEST} are supported: their second"
-            " moments would take too long. Use fewer, such as a public projection."
+            f"the layer has {classes * width} weights for {width} features, but at most {_LARGEST}"
+            f" for {_WIDEST} are supported: use a public projection, or a sampler of dpb.optim."
         )
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
         raise ArgumentTypeError("targets must be a tensor of integers, [n].")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ _PLACES = 5  # draws of a prior, at which scores are compared with those at the 
 _RATIOS = 512  # largest number of records whose log ratios determine a move
 _MOST_CENTRES = 60  # largest number of further centres at which records are simulated
 _LEAST_TOLD = 1e-6  # least share of a posterior's precision; less counts as 0
+_NUMBERS = 10_000_000  # of covariances in memory at a time
 _RIDGE = 1e-10  # relative, for matrices that may be singular
 
 
@@ -87,14 +88,19 @@ def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
         inner = (found[:-1:2] - found[1::2]) / math.sqrt(2)
     else:
         apart, inner = statistics - statistics.mean(0), found
-    count = len(apart)
-    information = inner.T @ inner / count
-    jacobian = apart.T @ inner / count
-    covariance = apart.T @ apart / count
-    control = torch.linalg.solve(ridged(information), jacobian.T).T
+    mean, jacobian, information, control = _first_moments(statistics, found, apart, inner)
+    covariance = apart.T @ apart / len(apart)
     residual = covariance - control @ jacobian.T
-    mean = statistics.mean(0) - control @ found.mean(0)
     return Moments(mean, jacobian, covariance, residual, information, control)
+
+
+def _first_moments(
+    statistics: Tensor, found: Tensor, apart: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """m, J, F and B. The covariance of all statistics takes longer than these."""
+    information, jacobian = inner.T @ inner / len(apart), apart.T @ inner / len(apart)
+    control = torch.linalg.solve(ridged(information), jacobian.T).T
+    return statistics.mean(0) - control @ found.mean(0), jacobian, information, control
 
 
 class Simulator:
@@ -268,8 +274,12 @@ def law_differences(
     """
     if len(simulators) == 1:
         return LawDifferences(0 * fit.moments.mean[None], 0 * fit.moments.jacobian[None])
-    under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
-    means, jacobians = (torch.stack(found) for found in list(zip(*under, strict=True))[:2])
+    under = []
+    for simulator in simulators:
+        simulated = simulator.at(fit.centre)
+        own, found = simulator.statistics(simulated, releases), simulated.scores
+        under.append(_first_moments(own, found, own - own.mean(0), found)[:2])
+    means, jacobians = (torch.stack(found) for found in zip(*under, strict=True))
     return LawDifferences(means[1:] - means[0], jacobians[1:] - jacobians[0])
 
 
@@ -348,6 +358,16 @@ class Likelihood(ABC):
 
     def _moved(self, theta: Tensor) -> Tensor:
         return theta[:, self._read] - self.centre[self._read]
+
+    def _of_rows(self, theta: Tensor, moments_of: Callable[..., Any]) -> tuple[Tensor, ...]:
+        """The log-likelihood of every row with m and S of ``moments_of``, and what else it returns
+        for a row. Few covariances are in memory at a time.
+        """
+        rows, found = max(_NUMBERS // len(self._released) ** 2, 1), []
+        for some in theta.split(rows):
+            means, covariances, *others = moments_of(some)
+            found.append((self._with_moments(some, means, covariances), *others))
+        return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def _with_moments(self, theta: Tensor, means: Tensor, covariances: Tensor) -> Tensor:
         """The log-likelihood of every row with its own m ``[m, q]`` and S ``[m, q, q]``."""
@@ -453,9 +473,8 @@ class SyntheticLikelihood(Likelihood):
                 apart = (theta[left] - self.centre).square().sum(1)
                 middle = theta[left[int(apart.argsort()[len(apart) // 2])]]
                 self._centres.append(self._around(self._simulator.at(middle, self._few)))
-            means, covariances, own = self._centres[used](theta[left])
+            found, own = self._of_rows(theta[left], self._centres[used])
             used += 1
-            found = self._with_moments(theta[left], means, covariances)
             better = own > worth[left]
             values[left[better]], worth[left[better]] = found[better], own[better]
             left = left[worth[left] < _LEAST_WORTH]
@@ -508,16 +527,18 @@ class _Around:
         self, simulated: Simulated, own: Tensor, read: Tensor, found: Moments, is_bent: bool
     ) -> None:
         self._centre, self._read, self._density = simulated.centre, read, simulated.density
-        self._own, self._base = own, log_likelihoods(self._density, self._centre[None])
+        self._base = log_likelihoods(self._density, self._centre[None])
         of_some = moments(own, simulated.scores, is_paired=False)
-        self._mean = found.mean - own.mean(0)
+        self._mean, self._own = found.mean, own - own.mean(0)
         self._slope = found.jacobian - of_some.jacobian
         root = torch.linalg.cholesky(ridged(found.covariance))
         of_root = torch.linalg.cholesky(ridged(of_some.covariance))
         self._stretch = torch.linalg.solve_triangular(of_root, root, upper=False, left=False)
         self._regression = _regression(simulated.scores) if is_bent else None
         self._upper = torch.triu_indices(own.shape[1], own.shape[1])
-        self._products = own[:, self._upper[0]] * own[:, self._upper[1]]
+        # float32 is as good for a variance, and half the time of a draw
+        first, second = (self._own[:, each].float() for each in self._upper)
+        self._products = first * second
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """m ``[m, d]`` and S ``[m, d, d]`` at θ ``[m, D]``, and the effective sample size as a
@@ -527,16 +548,16 @@ class _Around:
         ratios = (terms - self._base).nan_to_num(0.0, 0.0, 0.0)
         weights = torch.softmax(ratios, 1)
         worth = 1 / weights.square().sum(1) / weights.shape[1]
-        means, size = weights @ self._own, self._own.shape[1]
+        moved, size = weights @ self._own, self._own.shape[1]
         second = torch.zeros(len(theta), size, size, dtype=torch.float64)
-        second[:, self._upper[0], self._upper[1]] = weights @ self._products
+        second[:, self._upper[0], self._upper[1]] = (weights.float() @ self._products).double()
         second = second + torch.triu(second, 1).mT
-        covariances = second - means[:, :, None] * means[:, None, :]
+        covariances = second - moved[:, :, None] * moved[:, None, :]
         covariances = self._stretch @ covariances @ self._stretch.T
         delta = theta[:, self._read] - self._centre[self._read]
         if self._regression is not None:
             delta = ratios @ self._regression
-        means = means + self._mean + delta @ self._slope.T
+        means = moved + self._mean + delta @ self._slope.T
         return means.where(~terms.isnan().all(1, keepdim=True), math.nan), covariances, worth
 
 

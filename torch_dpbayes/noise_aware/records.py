@@ -26,7 +26,7 @@ Role = Literal["observed", "public", "numbers", "category"]
 
 _PLATE = "data"
 LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
-POINTS = 32  # at which log-likelihoods are computed together
+POINTS = 32  # at which log-likelihoods of a chunk of records are computed together
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
 _ROUNDING = 1e-6
@@ -305,7 +305,8 @@ def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
     model cannot be evaluated.
     """
     rows, count = theta.to(density.prior.device, density.prior.dtype), density.num_records
-    found = [density.log_likelihoods_of_first(some, count) for some in rows.split(POINTS)]
+    points = max(1, POINTS * min(density.chunk, count) // count)
+    found = [density.log_likelihoods_of_first(some, count) for some in rows.split(points)]
     return torch.cat(found).to("cpu", torch.float64)
 
 
@@ -318,8 +319,6 @@ def clipped(found: Tensor, whitening: Tensor) -> Tensor:
 
 def _is_same_data(value: Tensor, row: Tensor) -> bool:
     """Whether a site observes an argument, up to dtype and dimensions of size 1."""
-    if value is row:
-        return True
     if value.numel() != row.numel():
         return False
     seen = row.to(value.dtype).to(row.dtype)

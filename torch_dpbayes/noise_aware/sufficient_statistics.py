@@ -46,7 +46,6 @@ from .run import budget_of, public_num_data, statement_of_charge
 
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
-_NUMBERS = 10_000_000  # of covariances in memory at a time
 Values = Mapping[str, Tensor]
 
 
@@ -314,9 +313,7 @@ class _OfFamily(Likelihood):
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log density of every row."""
-        rows = max(_NUMBERS // len(self._released) ** 2, 1)
-        of_many = vmap(self.moments)
-        return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])
+        return self._of_rows(theta, vmap(self.moments))[0]
 
     def moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and covariance."""
