@@ -537,7 +537,7 @@ class _Around:
         self._regression = _regression(simulated.scores) if is_bent else None
         self._upper = torch.triu_indices(own.shape[1], own.shape[1])
         # float32 is as good for a variance, and half the time of a draw
-        first, second = (self._own[:, each].float() for each in self._upper)
+        first, second = (self._own[:, each] for each in self._upper)
         self._products = first * second
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -550,7 +550,7 @@ class _Around:
         worth = 1 / weights.square().sum(1) / weights.shape[1]
         moved, size = weights @ self._own, self._own.shape[1]
         second = torch.zeros(len(theta), size, size, dtype=torch.float64)
-        second[:, self._upper[0], self._upper[1]] = (weights.float() @ self._products).double()
+        second[:, self._upper[0], self._upper[1]] = weights @ self._products
         second = second + torch.triu(second, 1).mT
         covariances = second - moved[:, :, None] * moved[:, None, :]
         covariances = self._stretch @ covariances @ self._stretch.T
