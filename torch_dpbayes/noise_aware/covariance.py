@@ -225,8 +225,10 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     at_start = torch.diag(logs.exp())
     given = [((vectors if a is None else a @ vectors) / v**0.5, y / v) for y, v, a in looks]
     pull_at_start = sum(a.T @ (a @ at_start @ a.T - y) @ a for a, y in given)
-    told = [a.T @ a for a, _ in given]
-    curvature = _derivative(logs).square() * sum(torch.outer(b, b) for b in map(torch.diag, told))
+    squares = [a.T @ a for a, _ in given]
+    curvature = _derivative(logs).square() * sum(
+        torch.outer(b, b) for b in map(torch.diag, squares)
+    )
 
     def prior(matrices: Tensor) -> tuple[Tensor, Tensor]:
         apart = matrices - level * eye
@@ -240,7 +242,7 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
         matrices = torch.where(is_finite[:, None, None], matrices, eye)
         own, basis = torch.linalg.eigh(matrices)
         moved = (basis * own.exp()[:, None]) @ basis.mT - at_start
-        pulled = sum(b @ moved @ b for b in told)
+        pulled = sum(b @ moved @ b for b in squares)
         value, slope = prior(matrices)
         value = value + (moved * (pulled / 2 + pull_at_start)).sum((1, 2))
         inner = (basis.mT @ (pulled + pull_at_start) @ basis) * _derivative(own)

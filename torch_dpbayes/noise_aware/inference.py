@@ -63,7 +63,8 @@ _LABEL = "noise_aware.posterior"
 # records for moments at the mode, for steps in a run, and under each law of the covariates
 _SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
 _LEAST_SIMULATED = 500
-_FARTHEST = 1e4  # of a record's log ratio over the prior: a search reaches some hundreds
+# standard deviation of a record's log ratio under the prior, at which searches for the mode failed
+_FARTHEST = 1e4
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
@@ -305,15 +306,13 @@ class Setup:
         num_simulated: int | None = None,
     ) -> None:
         self.accountant = budget_of(accountant, epsilon, delta)
-        # deviation of a record's log ratio over the prior, for rows of norm 1
-        told = model.prior_std if isinstance(model, LastLayer) else 0.0
+        # standard deviation of a record's log ratio under the prior, for rows of norm 1
+        spread = model.prior_std if isinstance(model, LastLayer) else 0.0
         if isinstance(model, GLM | Softmax):
-            max_feature_norm, told = (
-                model.max_feature_norm,
-                float(model.prior_precision.min() ** -0.5),
-            )
+            max_feature_norm = model.max_feature_norm
+            spread = float(model.prior_precision.min() ** -0.5)
             if isinstance(model, GLM):
-                told *= model.record_smoothness(1.0) ** 0.5 / max_feature_norm
+                spread *= model.record_smoothness(1.0) ** 0.5 / max_feature_norm
             data = targets_of(model, *model.prepare(tuple(data)))
             model = model_of(model, data[0].shape[1])
         self.count = _SIMULATED
@@ -340,7 +339,7 @@ class Setup:
         if self._public_rows is None:
             bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
             self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
-            if self.shape is not None and told * bound > _FARTHEST:
+            if self.shape is not None and spread * bound > _FARTHEST:
                 raise ArgumentError(
                     f"max_feature_norm = {bound:g} is too large for this prior, whose mode is then"
                     " too far away: pass the norm that most rows have, or a narrower prior."

@@ -536,7 +536,6 @@ class _Around:
         self._stretch = torch.linalg.solve_triangular(of_root, root, upper=False, left=False)
         self._regression = _regression(simulated.scores) if is_bent else None
         self._upper = torch.triu_indices(own.shape[1], own.shape[1])
-        # float32 is as good for a variance, and half the time of a draw
         first, second = (self._own[:, each] for each in self._upper)
         self._products = first * second
 
