@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,17 @@ def test_the_citation_is_of_this_version():
     assert f"## [{dpb.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def of_contributing(number):
+    """What a Python block of CONTRIBUTING.md defines."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    source = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[number]
+    names = {"__name__": "torch_dpbayes.optim.example", "__package__": "torch_dpbayes.optim"}
+    exec(source, names)
+    return names
+
+
 def test_the_skeleton_for_contributors_is_a_working_sampler():
-    (source,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL
-    )
-    skeleton = {"__name__": "torch_dpbayes.optim.example", "__package__": "torch_dpbayes.optim"}
-    exec(source, skeleton)
+    skeleton = of_contributing(0)
     x, y = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)
     private, plain = (torch.nn.Linear(3, 1, dtype=torch.float64) for _ in range(2))
     plain.load_state_dict(private.state_dict())
@@ -101,3 +107,21 @@ def test_the_skeleton_for_contributors_is_a_working_sampler():
     warm.param_groups[0]["lr"] = warm.free_lr
     assert warm.langevin_noise_multiplier == pytest.approx(0.5)
     assert warm.effective_temperature == pytest.approx(1.0)
+
+
+def test_the_release_for_contributors_clips_and_charges_first(monkeypatch):
+    release = partial(of_contributing(1)["noisy_mean"], noise_multiplier=4.0, num_data=10)
+    xi = torch.tensor([0.5, -0.25], dtype=torch.float64)
+    drawn = []
+    noise = "torch_dpbayes.noise.GaussianNoise.standard_normal"
+    monkeypatch.setattr(noise, lambda self, size, **options: drawn.append(size) or xi)
+    rows = torch.tensor([[3.0, 4.0], [0.6, 0.0], [math.nan, 1.0], [math.inf, 0.0]])
+    accountant = dpb.PrivacyAccountant(epsilon=2.0, delta=1e-5)
+    found = release(rows, accountant, max_norm=1.0)
+    expected = (torch.tensor([1.2, 0.8], dtype=torch.float64) + 4 * xi) / 10
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+    assert accountant.history[0].event.noise_multiplier == 4.0
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        for _ in range(9):
+            release(rows, accountant, max_norm=1.0)
+    assert len(drawn) == len(accountant)

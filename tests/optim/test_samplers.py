@@ -26,6 +26,9 @@ SAMPLERS = {
     "sgfs-diagonal": partial(DPSGFS, fisher="diagonal"),
 }
 every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.keys())
+assert {getattr(make, "func", make) for make in SAMPLERS.values()} == {
+    getattr(dpb.optim, name) for name in dpb.optim.__all__ if name.startswith("DP")
+}, "add the new sampler"
 same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
