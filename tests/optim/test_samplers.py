@@ -171,6 +171,15 @@ def test_resume_is_bit_for_bit_with_generators(make):
     assert len(resumed.accountant) == len(optimizer.accountant)
 
 
+@pytest.mark.parametrize("other", [{}, {"max_grad_norm": 0.6}, {"noise_multiplier": 9.0}])
+def test_a_resume_with_another_clip_norm_or_noise_is_said(other, caplog):
+    options = {"temperature": None, "noise_multiplier": 8.0}
+    (saved, _), (resumed, _) = built(DPSGLD, **options), built(DPSGLD, **{**options, **other})
+    caplog.clear()
+    resumed.load_state_dict(saved.state_dict())
+    assert ("the saved run had 0.5 and 8" in caplog.text) == bool(other)
+
+
 @pytest.mark.parametrize("scale", [None, torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)])
 def test_the_fisher_estimate_survives_a_resume(scale):
     """Î in the units of the parameters is the same before and after, whatever F is given."""

@@ -27,7 +27,7 @@ RESUMED = (
     " it, and parameters fixed before the first release"
 )
 _RECORDWISE = "RecordwiseBatchGaussianDpEvent: no record decides whether another one is in a batch"
-_NOTHING = "Nothing was recorded; release nothing."
+_NOTHING = "Nothing was recorded: release nothing new."
 _KNOWN_EVENTS = 4096  # events whose parts are cached
 _NAMED = 2  # different events of one charge that an error names
 # relative: another discretisation may give a slightly larger bound for a history that fitted the

@@ -130,8 +130,8 @@ _EXPLAINED = {
     sqlite3.SQLITE_CANTOPEN: f"cannot be opened: {{why}}. {_NONE}",
     sqlite3.SQLITE_CONSTRAINT: f"refused a row ({{error}}). {_NONE}",
     sqlite3.SQLITE_BUSY: (
-        "was locked by other processes for {seconds:g} s. Nothing was recorded; release nothing,"
-        " and try again"
+        "was locked by other processes for {seconds:g} s. Nothing was recorded: release nothing"
+        " new, and try again"
     ),
 }
 _EXPLAINED[sqlite3.SQLITE_LOCKED] = _EXPLAINED[sqlite3.SQLITE_BUSY]

@@ -170,7 +170,7 @@ class _PlannedAccountant(PrivacyAccountant):
         if uncovered(left, self._pairs([(event, count)])):
             raise PrivacyBudgetExceeded(
                 "a run of best_of_runs may release at most schedule=, which does not include"
-                f" {count} x {in_words(event)}. Nothing was recorded; release nothing."
+                f" {count} x {in_words(event)}. Nothing was recorded: release nothing new."
             )
         super().compose(event, count, label)
         self._left = left

@@ -276,6 +276,7 @@ class PrivateOptimizer(DeclaredOptimizer):
             "algorithm": type(self).__name__,
             "shapes": self._shapes(),
             "accountant": release.accountant.state_dict(),
+            "clip_norm_and_noise": (self.max_grad_norm, self.noise_multiplier),
         }
         if release.noise.generator is not None:
             private["noise"] = release.noise.generator.get_state()
@@ -336,6 +337,15 @@ class PrivateOptimizer(DeclaredOptimizer):
         if draws is not None:
             draws.resume(private["sampler"])
         self._resume_bound(private.get("derived_noise"))
+        now = self.max_grad_norm, self.noise_multiplier
+        then = private.get("clip_norm_and_noise", now)
+        if not all(map(math.isclose, now, then)):
+            _log.warning(
+                "clip norm and noise multiplier are %g and %g; the saved run had %g and %g, so its"
+                " samples may have another temperature",
+                *now,
+                *then,
+            )
         self._layout = None
 
 

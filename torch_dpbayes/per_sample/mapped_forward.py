@@ -39,7 +39,8 @@ EVALUATED = (
 )
 STRANGE_INPUT = (
     "the model gets a tensor (rows of shape {}) that is not from the private loader, or that"
-    " mixes records: pass the loader's batch; make constants buffers of the model"
+    " mixes records: pass the loader's batch; make constants buffers; evaluate under"
+    " torch.no_grad()"
 )
 
 _NO_TENSOR = (
