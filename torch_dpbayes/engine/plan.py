@@ -80,7 +80,10 @@ class Plan:
                 f"temperature           T = {self.effective_temperature:.4g} from the Gaussian"
                 f" noise; {asked}"
             ),
-            f"steps                 {self.steps} at sampling rate {self.sample_rate:.6g}",
+            (
+                f"steps                 {self.steps} at lr {self.lr:.4g} and sampling rate"
+                f" {self.sample_rate:.6g}"
+            ),
             f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) of all charges",
         ]
         if self.calibration_noise_multiplier is not None:
