@@ -11,8 +11,10 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it; "": the name is a submodule
 _HOME = {
+    "accounting": "",
     "audit": "",
     "errors": "",
+    "frameworks": "",
     "infer": "",
     "optim": "",
     "mcmc": "",
@@ -20,6 +22,7 @@ _HOME = {
     "noise_aware": "",
     "ops": "",
     "DPBayesError": "errors",
+    "LedgerError": "accounting.ledger",
     "PrivacyAccountant": "accounting.accountant",
     "PrivacyBudgetExceeded": "accounting.accountant",
     "get_noise_multiplier": "accounting.calibration",
@@ -34,8 +37,10 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from . import accounting as accounting
     from . import audit as audit
     from . import errors as errors
+    from . import frameworks as frameworks
     from . import infer as infer
     from . import mcmc as mcmc
     from . import metrics as metrics
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
     from .accounting.calibration import get_noise_multiplier as get_noise_multiplier
     from .accounting.calibration import get_num_steps as get_num_steps
+    from .accounting.ledger import LedgerError as LedgerError
     from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
     from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
     from .engine.privacy_engine import PrivacyEngine as PrivacyEngine
