@@ -151,7 +151,7 @@ class PrivateRandomness:
         if self._generator is not None or this_process() != self._process:
             self._streams, self._process = {}, this_process()
         # Python and NumPy do not show whether the last block seeded them
-        new = {kind for kind in kinds if isinstance(kind, str) or kind not in self._streams}
+        new = kinds - (self._streams.keys() - OF_RECORDS)
         if self._generator is None:
             for kind in new:
                 self._streams[kind] = _stream_from(os.urandom(_ENTROPY_BYTES), kind)

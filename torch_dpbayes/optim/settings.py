@@ -133,12 +133,6 @@ class OwnNoise(Optimizer):
         scale = c.expected_batch_size / self.max_grad_norm
         return scale * math.sqrt(heat / (group["lr"] * c.num_data))
 
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
-        if self._holds_temperature:
-            return self._temperature_of(group)
-        return self._heat(group, noise_multiplier) / (2 * self._friction(group))
-
     def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2TB²): the friction with which this noise samples the temperature T."""
         return self._heat(group, noise_multiplier) / (2 * self._temperature_of(group))
@@ -248,14 +242,19 @@ class OwnNoise(Optimizer):
 
     @property
     def effective_temperature(self) -> float:
-        """Temperature of the current Gaussian noise; the largest over the groups.
+        """Temperature of the current Gaussian noise, ηN z²C²/(2aB²); the largest over the groups.
 
         For q < 1 the minibatch noise is added, so this is a lower bound on the temperature of the
         samples.
         """
-        moving = [g for g in self._trained_groups() if g["lr"] > 0]
-        found = [float(self._group_temperature(g, self._multiplier(g))) for g in moving]
-        return max(found, default=0.0)
+        found = [0.0]
+        for group in self._trained_groups():
+            if group["lr"] > 0:
+                heat = self._heat(group, self._multiplier(group))
+                is_held = self._holds_temperature
+                own = self._temperature_of(group) if is_held else heat / (2 * self._friction(group))
+                found.append(float(own))
+        return max(found)
 
     @property
     def free_lr(self) -> float:

@@ -42,7 +42,7 @@ from .record_map import (
     require_no_modes,
 )
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _anchor, _device = map(attrgetter, ("requires_grad", "anchor", "device"))
 
 
 class UsedElsewhere(CannotBeMapped):
@@ -193,8 +193,8 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         require_no_modes()
-        leaves, parameters = [layer.anchor for layer in self._layers], self._parameters
-        leaves += filter(_requires_grad, parameters)
+        parameters = self._parameters
+        leaves = [*map(_anchor, self._layers), *filter(_requires_grad, parameters)]
         self._versions = [("a parameter", p, p._version) for p in parameters]
         try:
             # a single layer, which draws no random numbers, needs no map
@@ -203,11 +203,10 @@ class BookkeepingGradientSource(GradientSource):
                 self.record_map = _WholeBatch()
                 with as_traced():
                     return of_one(rows), leaves
-            hides = *rows, *self._parameters
+            hides = *rows, *parameters
             drawn = numbers_outside() if self.is_in_parts else None
-            with self.randomness({t.device for t in hides}, hides):
-                gradients: dict[Tensor, Tensor] = {}
-                self._gradients = gradients
+            with self.randomness(map(_device, hides), hides):
+                self._gradients = gradients = dict[Tensor, Tensor]()
                 anchors, copies = list[Tensor](), list[Tensor]()
                 for p in direct:
                     anchor = torch.zeros((), requires_grad=True)
@@ -333,12 +332,17 @@ class _Layer(ReplacedForward):
 
     def _record(self, whole: Tensor) -> Tensor:
         """Run the whole batch at once. If a record has several rows, each row is one call."""
-        rows = layers.rows_of(self.kind, self.module, whole.shape[1:])
-        if rows is not None:
+        kind, of_record = self.kind, whole.shape[1:]
+        of_row, rows = kind.row_dimensions, None
+        if not isinstance(of_row, int):
+            of_row = of_row(self.module, of_record)
+        # otherwise there is no dimension for rows, or they are positions of the record
+        if len(of_record) > of_row and (of_record[0] == 1 or not kind.has_positions):
+            rows = of_record[0]
             whole = whole.squeeze(1) if rows == 1 else whole.flatten(0, 1)
         given = whole.clone() if whole.is_inference() else whole
         values = {name: p.detach() for name, p in self.known.items()}
-        out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
+        out: Tensor = kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # the hook is on the base: an in-place operation on a view would lose a hook on the view
         base, shape = out if out._base is None else out._base, out.shape
         source, step, is_done = self.source, self.source.step, False

@@ -134,17 +134,15 @@ class Followed(Tensor):
         value: Callable[[], Tensor] | None = None,
         device: torch.device | None = None,
     ) -> Followed:
-        shape = list(rows.shape[1:] if value is None else rows.shape)
+        if value is None:
+            _, *shape = rows.shape
+        else:
+            shape = [n // PRIME * batch.shown if n and n % PRIME == 0 else n for n in rows.shape]
         if dim is not None:
             shape[dim] *= batch.shown
-        elif value is not None:
-            shape = [n // PRIME * batch.shown if n and n % PRIME == 0 else n for n in shape]
+        options: dict[str, Any] = {"dtype": rows.dtype, "device": device or rows.device}
         self: Followed = Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            dtype=rows.dtype,
-            device=device or rows.device,
-            requires_grad=rows.requires_grad,
+            cls, shape, **options, requires_grad=rows.requires_grad
         )
         torch._C._set_storage_data_ptr_access_error_msg(_storage_address(self), _NO_VALUES)
         self._rows, self._batch, self._dim, self._how = rows, batch, dim, how

@@ -84,11 +84,14 @@ class GradientSource(ABC):
         if module is not None:
             if (before := GradientSource.attached_to(module)) is not None:
                 before.remove()
-            self._handles = [
-                self._guarded(p)
-                for p in module.parameters()
-                if (p.is_floating_point() or p.is_complex()) and not p.is_inference()
-            ]
+            for p in module.parameters():
+                if (p.is_floating_point() or p.is_complex()) and not p.is_inference():
+                    is_trained = p.requires_grad
+                    # torch refuses the hook otherwise; it stays if p is frozen or unfrozen
+                    p.requires_grad_(True)
+                    hook = p.register_post_accumulate_grad_hook(self._refuse_gradient)
+                    self._handles.append(hook)
+                    p.requires_grad_(is_trained)
             module.__dict__[_ATTRIBUTE] = self  # make_private finds it here, and in a copy
 
     @staticmethod
@@ -207,14 +210,6 @@ class GradientSource(ABC):
                     code="step-unused",
                 )
         return parts
-
-    def _guarded(self, parameter: Tensor) -> Any:
-        """A hook that stays when a parameter is frozen or unfrozen."""
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # without it torch refuses the hook
-        handle = parameter.register_post_accumulate_grad_hook(self._refuse_gradient)
-        parameter.requires_grad_(is_trained)
-        return handle
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
         """Delete the ordinary gradient that autograd computed: no optimizer may use it."""

@@ -368,17 +368,6 @@ KINDS: dict[type[nn.Module], Kind] = {
 }
 
 
-def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> int | None:
-    """The number of rows of one record in dimension 0 of a layer's input with shape ``given``. None
-    if the input has no row dimension, or if its rows are positions of the record.
-    """
-    of_one_row = kind.row_dimensions
-    if not isinstance(of_one_row, int):
-        of_one_row = of_one_row(module, given)
-    is_row = len(given) > of_one_row and (given[0] == 1 or not kind.has_positions)
-    return given[0] if is_row else None
-
-
 # The names in the forward pass of Conv1D of transformers, a linear layer with a transposed weight.
 # A version with other names runs inside the map.
 _CONV1D = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}

@@ -209,7 +209,12 @@ class MappedForward(ReplacedForward):
                 " with one row per record"
             )
         batch, rows, n = self._rows(given.tensors)
-        direct = self._trainable() if self._direct else []
+        direct: dict[Tensor, None] = {}  # the parameters that take part in the map
+        for owner, name, p in self._direct:
+            if owner._parameters.get(name) is not p:
+                raise StepError(COPIED, code="model-copied")
+            if p.requires_grad:
+                direct[p] = None
         result: Nested | None = None
 
         def of_one(slices: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -239,7 +244,7 @@ class MappedForward(ReplacedForward):
                 raise CannotBeMapped(_SEVERAL_ROWS)
             return found
 
-        found, leaves = self.source.over_records(of_one, rows, direct, n)
+        found, leaves = self.source.over_records(of_one, rows, list(direct), n)
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
@@ -349,14 +354,6 @@ class MappedForward(ReplacedForward):
         (n,) = sizes
         self.source.spare = max(0, 2 - n)
         return [two_rows(t).unsqueeze(1) for t in tensors if t.dim() > 0], max(n, 2)
-
-    def _trainable(self) -> list[Tensor]:
-        """The parameters that take part in the map, each once."""
-        if self.source.is_copy or any(
-            owner._parameters.get(name) is not p for owner, name, p in self._direct
-        ):
-            raise StepError(COPIED, code="model-copied")
-        return list(dict.fromkeys(p for _, _, p in self._direct if p.requires_grad))
 
     def where(self, kept: Sequence[Tensor]) -> str:
         """The explanation in an error about tensors that outlive their map."""
