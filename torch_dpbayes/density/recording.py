@@ -13,6 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vmap
 from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .pyro_runs import UnfitModel
@@ -37,7 +38,8 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
         # would start threads that no fork of this process has
         torch.ones(1, requires_grad=True).sum().backward()
     # one fake mode for the shapes of all values: torch would create one for each value
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+    one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
+    with one_mode, _use_lazy_graph_module(True):  # compiled when it runs first
         graph: GraphModule = make_fx(functionalize(function), _PARTS)(*inputs)
     varying: set[Any] = set()
     for node in graph.graph.nodes:
