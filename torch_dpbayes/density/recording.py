@@ -112,9 +112,9 @@ def result_of(graph: GraphModule, number: int) -> GraphModule:
     """A graph with only the operations for one of the results of ``graph``. An operation that may
     raise an error stays if its inputs do: the value may exist where the derivative does not.
     """
-    part = Graph()
-    results: Any = part.graph_copy(graph.graph, val_map={})
-    needed, left = set[Any](), [part.output(results[number])]
+    *_, output = graph.graph.nodes
+    wanted = output.args[0][number]
+    needed, left = set[Any](), [wanted]
     while left:
         needed.add(node := left.pop())
         left += set(node.all_input_nodes) - needed
@@ -123,7 +123,15 @@ def result_of(graph: GraphModule, number: int) -> GraphModule:
         sources = (s.args[0] if s.target is operator.getitem else s for s in node.all_input_nodes)
         return node.is_impure() and needed.issuperset(sources)
 
-    part.eliminate_dead_code(stays)
+    kept = needed.copy()
+    for node in graph.graph.nodes:
+        if node is not output and stays(node):
+            kept |= {node, *node.all_input_nodes}
+    part, own = Graph(), dict[Any, Any]()
+    for node in graph.graph.nodes:
+        if node in kept:
+            own[node] = part.node_copy(node, own.__getitem__)
+    part.output(own[wanted])
     return GraphModule(graph, part)
 
 
