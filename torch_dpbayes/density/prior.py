@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution, biject_to
 from torch.func import grad_and_value
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from .pyro_runs import (
     Model,
@@ -159,77 +160,87 @@ class Prior:
 
     def are_sites_independent(self) -> bool:
         """Whether no site's distribution reads another site, wherever θ is."""
-        found = self._read_for_each_site(_term)
+        _, found = self._density_program
         return not any(read - {own} for own, read in enumerate(found))
-
-    def _read_for_each_site(self, of: Callable[[Trace, str], Tensor]) -> list[set[int]]:
-        """For ``of`` a run and each site, the numbers of the sites on which the result depends."""
-
-        def results(theta: Tensor) -> list[Tensor]:
-            trace = self.trace(theta)
-            return [of(trace, name) for name in self._shapes]
-
-        graph = self._recorded(results, self._drawn)
-        *_, output = graph.graph.nodes
-        read = parts_read(graph, self._sizes)
-        return [read[result] for result in output.args[0]]
-
-    def _require_fixed_supports(self) -> None:
-        def end(trace: Trace, name: str) -> Tensor:
-            ones = torch.ones(self._shapes[name], dtype=self.dtype, device=self.device)
-            value: Tensor = biject_to(trace.nodes[name]["fn"].support)(ones)
-            return value
-
-        for name, read in zip(self._shapes, self._read_for_each_site(end), strict=True):
-            if read:
-                raise UnfitModel(
-                    f"the support of latent {name!r} changes between runs of the model: sample it"
-                    " in a fixed support and scale the value."
-                )
 
     # -- density -----------------------------------------------------------------------------------
 
     def log_density(self, theta: Tensor) -> float:
         """log p(θ) with the Jacobian terms."""
         with torch.no_grad():
-            return float(self._density_program(theta))
+            return float(self._density_program[0](theta))
 
     def log_densities(self, thetas: Tensor) -> Tensor:
         """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
         with torch.no_grad(), public_randomness():
-            return of_rows(self._density_program, thetas)
+            return of_rows(self._density_program[0], thetas)
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
         with torch.no_grad():
-            gradient, value = self._gradient_program(theta)
+            gradient, value = self._gradient_program[0](theta)
         return float(value), gradient
 
     def log_densities_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """The same for every row of ``thetas``, (rows,) and (rows, d)."""
         with torch.no_grad(), public_randomness():
-            gradients, values = of_rows(self._gradient_program, thetas)
+            gradients, values = of_rows(self._gradient_program[0], thetas)
         return values, gradients
 
-    def _log_density(self, theta: Tensor) -> Tensor:
-        return self.log_density_with(theta, self._args, self._kwargs)
-
     @cached_property
-    def _density_program(self) -> GraphModule:
+    def _density_program(self) -> tuple[GraphModule, list[set[int]]]:
+        """log p(θ), and for each site the numbers of the sites that its distribution reads."""
         if "_gradient_program" in self.__dict__:
-            return result_of(self._gradient_program, 1)
-        self._require_fixed_supports()
-        return self._recorded(self._log_density, self._drawn)
+            graph, read = self._gradient_program
+            return result_of(graph, 1), read
+        return self._program(self._density_and_ends)
 
     @cached_property
-    def _gradient_program(self) -> GraphModule:
-        self._require_fixed_supports()
-        return self._recorded(grad_and_value(self._log_density), self._drawn)
+    def _gradient_program(self) -> tuple[GraphModule, list[set[int]]]:
+        return self._program(grad_and_value(self._density_and_ends, has_aux=True))
+
+    def _program(self, function: Callable[..., Any]) -> tuple[GraphModule, list[set[int]]]:
+        """The program of what ``function`` returns before the sites' terms and ends.
+
+        Raises:
+            UnfitModel: a support depends on θ.
+        """
+        graph = self._recorded(lambda theta: tree_leaves(function(theta)), self._drawn)
+        *_, output = graph.graph.nodes
+        count, found = len(self._shapes), output.args[0]
+        read = parts_read(graph, self._sizes)
+        for name, end in zip(self._shapes, found[-count:], strict=True):
+            if read[end]:
+                raise UnfitModel(
+                    f"the support of latent {name!r} changes between runs of the model: sample it"
+                    " in a fixed support and scale the value."
+                )
+        terms, wanted = found[-2 * count : -count], found[: -2 * count]
+        result = [read[term] for term in terms]
+        output.args = (wanted if len(wanted) > 1 else wanted[0],)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph, result
+
+    def _density_and_ends(self, theta: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """log p(θ); the terms of the sites in it, and an end of the support of each."""
+        result, trace = self._density_and_trace(theta, self._args, self._kwargs)
+        sites = [trace.nodes[name] for name in self._shapes]
+        ends = [
+            biject_to(site["fn"].support)(torch.ones(shape, dtype=self.dtype, device=self.device))
+            for site, shape in zip(sites, self._shapes.values(), strict=True)
+        ]
+        return result, [*(site["log_prob_sum"] for site in sites), *ends]
 
     def log_density_with(
         self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
         """log p(θ), computed by the model with other arguments."""
+        return self._density_and_trace(theta, args, kwargs)[0]
+
+    def _density_and_trace(
+        self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Trace]:
         unconstrained, values = self.unflatten(theta), self.constrain(theta)
         trace = trace_at(self._model, values, args, kwargs)
         compute_log_prob(trace, {*self._shapes, *self.factors})
@@ -239,7 +250,7 @@ class Prior:
         for name in self._shapes:
             jacobian = self.transforms[name].log_abs_det_jacobian(values[name], unconstrained[name])
             result = result + trace.nodes[name]["log_prob_sum"] - jacobian.sum()
-        return result
+        return result, trace
 
     def require_no_tensors_in(self, names: Sequence[str], theta: Tensor) -> None:
         """Raise if one of the factors ``names`` reads a tensor of several numbers that is not an
@@ -264,14 +275,20 @@ class Prior:
     def samples(self, count: int) -> Tensor:
         """This many draws of θ from the prior, ``(count, d)``, with finite density."""
         found: list[Tensor] = []
+        nodes = self._density_program[0].graph.nodes
+        # a mixture's program draws classes by the caller's generator: as often as one by one
+        is_single = count == 1 or any(n.is_impure() for n in nodes if n.op == "call_function")
         for _ in range(_DRAWS):
             with public_randomness(), without_value_checks():
                 sites = [self.trace().nodes for _ in range(count)]
-            for drawn in sites:
-                values = {n: t(drawn[n]["value"]) for n, t in self.transforms.items()}
-                theta = self.flatten(values)
-                if theta.isfinite().all() and math.isfinite(self.log_density(theta)):
-                    found.append(theta)
+            transforms = self.transforms.items()
+            drawn = [{name: t(site[name]["value"]) for name, t in transforms} for site in sites]
+            finite = [theta for theta in map(self.flatten, drawn) if theta.isfinite().all()]
+            if is_single:
+                found += [theta for theta in finite if math.isfinite(self.log_density(theta))]
+            elif finite:
+                thetas = torch.stack(finite)
+                found += thetas[self.log_densities(thetas).isfinite()]
             if len(found) >= count:
                 return torch.stack(found[:count])
         raise UnfitModel(

@@ -102,8 +102,9 @@ def record_programs(
                 graph, rows, few = _recorded(vmap(way, in_dims=in_dims), made_up, num_records)
                 terms, gradients = Program(graph, rows, few), None
                 if with_gradients:
-                    terms = Program(result_of(graph, 1), rows, result_of(few, 1))
-                    gradients = Gradients(result_of(graph, 0), rows, result_of(few, 0))
+                    parts = {each: [result_of(each, k) for k in (0, 1)] for each in {graph, few}}
+                    terms = Program(parts[graph][1], rows, parts[few][1])
+                    gradients = Gradients(parts[graph][0], rows, parts[few][0])
                 if _is_right(terms, made_up):
                     return terms, gradients
             problems.append("it computes with numpy, or with .item()?")

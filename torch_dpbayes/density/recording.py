@@ -13,6 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vmap
 from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .pyro_runs import UnfitModel
@@ -37,7 +38,8 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
         # would start threads that no fork of this process has
         torch.ones(1, requires_grad=True).sum().backward()
     # one fake mode for the shapes of all values: torch would create one for each value
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+    one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
+    with one_mode, _use_lazy_graph_module(True):  # compiled when it runs first
         graph: GraphModule = make_fx(functionalize(function), _PARTS)(*inputs)
     varying: set[Any] = set()
     for node in graph.graph.nodes:
@@ -110,9 +112,9 @@ def result_of(graph: GraphModule, number: int) -> GraphModule:
     """A graph with only the operations for one of the results of ``graph``. An operation that may
     raise an error stays if its inputs do: the value may exist where the derivative does not.
     """
-    part = Graph()
-    results: Any = part.graph_copy(graph.graph, val_map={})
-    needed, left = set[Any](), [part.output(results[number])]
+    *_, output = graph.graph.nodes
+    wanted = output.args[0][number]
+    needed, left = set[Any](), [wanted]
     while left:
         needed.add(node := left.pop())
         left += set(node.all_input_nodes) - needed
@@ -121,7 +123,15 @@ def result_of(graph: GraphModule, number: int) -> GraphModule:
         sources = (s.args[0] if s.target is operator.getitem else s for s in node.all_input_nodes)
         return node.is_impure() and needed.issuperset(sources)
 
-    part.eliminate_dead_code(stays)
+    kept = needed.copy()
+    for node in graph.graph.nodes:
+        if node is not output and stays(node):
+            kept |= {node, *node.all_input_nodes}
+    part, own = Graph(), dict[Any, Any]()
+    for node in graph.graph.nodes:
+        if node in kept:
+            own[node] = part.node_copy(node, own.__getitem__)
+    part.output(own[wanted])
     return GraphModule(graph, part)
 
 

@@ -95,15 +95,16 @@ def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) 
     scale = latents.stddev[latents.read]
     information = scale[:, None] * (precision - fit.prior_precision) * scale
     values, vectors = torch.linalg.eigh((information + information.T) / 2)
-    told = values > 1
-    if not bool(told.any()):
+    identified = values > 1
+    if not bool(identified.any()):
         return 1.0
-    into = (vectors[:, told] / values[told]).T * scale  # a gradient to a distance in these units
-    place = (vectors[:, told].T / scale) @ (centre - median) + into @ gradient
+    # a gradient to a distance in these units
+    into = (vectors[:, identified] / values[identified]).T * scale
+    place = (vectors[:, identified].T / scale) @ (centre - median) + into @ gradient
     draws = latents.draws[:, latents.read] - median
-    expected = (draws / scale) @ vectors[:, told]
-    expected = expected + torch.randn_like(expected) * values[told].rsqrt()
-    variances = 1 + 1 / values[told]
+    expected = (draws / scale) @ vectors[:, identified]
+    expected = expected + torch.randn_like(expected) * values[identified].rsqrt()
+    variances = 1 + 1 / values[identified]
     own = float((place.square() / variances).sum())
     others = (expected.square() / variances).sum(1)
     # the draws and the observed one are exchangeable if the prior is right

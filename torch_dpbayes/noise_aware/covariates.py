@@ -543,8 +543,8 @@ class NoisyCategories(NamedTuple):
         rho = _MOST_BETWEEN * (n + 1.0) ** -places
         h = 1 / rho[:, None, None]
         variances = (weights.square() * scales)[..., None] * rho + self.std**2
-        told = -(sums.square()[..., None] / variances + variances.log()).sum(0) / 2
-        joint = told + (rho.log() + (h - 1) * torch.log1p(-rho)).log_softmax(2)  # [h, i, ρ]
+        of_sums = -(sums.square()[..., None] / variances + variances.log()).sum(0) / 2
+        joint = of_sums + (rho.log() + (h - 1) * torch.log1p(-rho)).log_softmax(2)  # [h, i, ρ]
         of_h = joint.logsumexp(2).sum(1) - h[:, 0, 0].log() / 2
         own = joint[torch.multinomial(of_h.softmax(0), 1)[0]]
         between = rho[torch.multinomial(own.softmax(1), 1)[:, 0]] * scales

@@ -147,10 +147,10 @@ class _Chains:
     """
 
     def __init__(self, latents: Latents, likelihood: Likelihood) -> None:
-        told = torch.zeros_like(likelihood.centre)
+        known = torch.zeros_like(likelihood.centre)  # the likelihood's information
         _, of_prior = latents.slope_and_precision(likelihood.centre)
-        told[latents.read] = (likelihood.precisions.mean(0) - of_prior).diagonal().clamp_min(0.0)
-        self._frame = NonCentred(latents.prior, likelihood.centre, told)
+        known[latents.read] = (likelihood.precisions.mean(0) - of_prior).diagonal().clamp_min(0.0)
+        self._frame = NonCentred(latents.prior, likelihood.centre, known)
         self._likelihood = likelihood
         self._power, self._is_exact, self._step = 0.0, False, _LONGEST_STEP
         self._move_to(self._frame.prior.samples(_CHAINS).to("cpu", torch.float64))
@@ -208,12 +208,12 @@ class _Chains:
             is_alive = found.isfinite()
             if not bool(is_alive.any()):  # no draw of the prior can be weighted
                 is_alive, found = ~is_alive, torch.zeros_like(found)
-            told = torch.where(is_alive, found - found[is_alive].max(), -math.inf)
+            log_weights = torch.where(is_alive, found - found[is_alive].max(), -math.inf)
             growth = 1 - self._power
-            while _worth((growth * told).softmax(0)) < int(is_alive.sum()) / 2:
+            while _worth((growth * log_weights).softmax(0)) < int(is_alive.sum()) / 2:
                 growth *= 0.9
             self._power += growth
-            weights = (growth * told).softmax(0)
+            weights = (growth * log_weights).softmax(0)
             self._move_to(self._states.at[torch.multinomial(weights, _CHAINS, replacement=True)])
             # extreme draws of a heavy-tailed prior are gone: remove their part of the covariance
             ratios = self._states.at.std(0) / self._covariance.diagonal().sqrt()

@@ -280,8 +280,8 @@ class _Law:
             scale = 1 / norms.clamp_min(bound)
             variance = (residual * scale).square() @ self._squares / self._count
             slope = (residual.square() * scale) @ self._both / self._count
-            told = (self._n * slope) ** 2 / (self._n * variance + total**2)
-            levels[bound] = -float((self._precision + told).log().mean())
+            information = (self._n * slope) ** 2 / (self._n * variance + total**2)
+            levels[bound] = -float((self._precision + information).log().mean())
         return largest_bound(levels)
 
     def settle(self, points: Tensor) -> None:
@@ -320,9 +320,10 @@ class _Law:
         self._linears, self._noise = n * linears, (without + units * around).float()
         root = torch.linalg.cholesky(without + units * by_law / len(each))
         self._inverse, slopes = torch.cholesky_inverse(root).float(), n * scale * slopes
-        told = torch.einsum("kdj,kdji,kdi->kd", slopes, self._inverse, slopes)
-        precision = self._precision + told.clamp_min(0.0)
-        self._deviations, self._told = precision.rsqrt(), float((told / precision).sum())
+        information = torch.einsum("kdj,kdji,kdi->kd", slopes, self._inverse, slopes)
+        precision = self._precision + information.clamp_min(0.0)
+        self._deviations = precision.rsqrt()
+        self._effective = float((information / precision).sum())
 
     def potential(self, points: Tensor, *, is_full: bool = False) -> tuple[Tensor, Tensor]:
         """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and gradients; ``is_full``: for modes."""
@@ -360,7 +361,7 @@ class _Law:
         point = self.mode(point, _CHECKED_STEPS, is_full=True)
         square = 2 * float(self.potential(point[None].float(), is_full=True)[0])
         square -= self._precision * float(point.square().sum())
-        return float(chi2.sf(square, self._values.numel() - self._told))
+        return float(chi2.sf(square, self._values.numel() - self._effective))
 
     def mode(self, point: Tensor, steps: int, *, is_full: bool = False) -> Tensor:
         """Minimise the potential by scaled steps, which are halved if it increases."""

@@ -166,14 +166,14 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
     values = prior.constrain(theta.to(prior.device, prior.dtype))
     with public_randomness(), without_value_checks(), torch.no_grad():
         sites = trace_at(prior.run, values, (), {}).nodes
-    for name, told in prior.unflatten(information.to(prior.device, prior.dtype)).items():
+    for name, own in prior.unflatten(information.to(prior.device, prior.dtype)).items():
         weight, law = sites[name]["scale"], sites[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
         # poutine.scale weights the site itself, not its new coordinates
         if not (hasattr(law, "loc") and hasattr(law, "scale") and weight == 1):
             continue
-        share = told * law.scale.square()
+        share = own * law.scale.square()
         if isinstance(law, LogNormal):
             found |= {
                 name: TransformReparam(),

@@ -38,11 +38,11 @@ LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # least effective sample size, as a share of the simulated records
 _USUAL_SHARE = 0.1  # of records that have the information; for normal scores it is d/(d + 2)
-_TOLD_APART = 1e-8  # relative size of squares of scores that count; float32 rounds them to 1e-14
+_NO_MOVE = 1e-8  # relative size of squares of scores that count; float32 rounds them to 1e-14
 _PLACES = 5  # draws of a prior, at which scores are compared with those at the centre
 _RATIOS = 512  # largest number of records whose log ratios determine a move
 _MOST_CENTRES = 60  # largest number of further centres at which records are simulated
-_LEAST_TOLD = 1e-6  # least share of a posterior's precision; less counts as 0
+_LEAST_SHARE = 1e-6  # least share of a posterior's precision; less counts as 0
 _NUMBERS = 10_000_000  # of covariances in memory at a time
 _RIDGE = 1e-10  # relative, for matrices that may be singular
 
@@ -154,13 +154,13 @@ def is_bent(simulated: Simulated, records: ModelRecords) -> bool:
     gram = simulated.scores.T @ simulated.scores
     scales = torch.where(gram.diagonal() > 0, gram.diagonal().rsqrt(), 1.0)
     values, vectors = torch.linalg.eigh(scales[:, None] * gram * scales)
-    still = vectors[:, values <= _TOLD_APART * values[-1]]
+    still = vectors[:, values <= _NO_MOVE * values[-1]]
     for theta in records.density.prior.samples(_PLACES) if still.shape[1] else ():
         try:
             found = scores(records, simulated.density, theta) * scales
         except InvalidPoint:
             continue
-        if (found @ still).square().sum() > _TOLD_APART * found.square().sum():
+        if (found @ still).square().sum() > _NO_MOVE * found.square().sum():
             return True
     return False
 
@@ -190,7 +190,7 @@ def _regression(found: Tensor) -> Tensor:
     """
     apart = found - found.mean(0)
     sizes = torch.where((apart != 0).any(0), apart.norm(dim=0), 1.0)
-    return torch.linalg.pinv(apart / sizes, rtol=math.sqrt(_TOLD_APART)).T / sizes
+    return torch.linalg.pinv(apart / sizes, rtol=math.sqrt(_NO_MOVE)).T / sizes
 
 
 class Fit(NamedTuple):
@@ -424,9 +424,9 @@ class SyntheticLikelihood(Likelihood):
         white = torch.linalg.solve_triangular(
             torch.linalg.cholesky(fit.precision), pulled.T, upper=False
         )
-        told, vectors = torch.linalg.eigh(white @ fit.covariance @ white.T)
-        kept = told >= min(max(_LEAST_TOLD, float(told[-1]) * _LEAST_TOLD), float(told[-1]))
-        onto = (vectors[:, kept] * told[kept].clamp_min(1e-300).rsqrt()).T @ white
+        shares, vectors = torch.linalg.eigh(white @ fit.covariance @ white.T)
+        kept = shares >= min(max(_LEAST_SHARE, float(shares[-1]) * _LEAST_SHARE), float(shares[-1]))
+        onto = (vectors[:, kept] * shares[kept].clamp_min(1e-300).rsqrt()).T @ white
         self._projection = onto
         found = fit.moments.projected(onto)
         mean, self.num_simulated = self._refined(fit, found, most_batches)
@@ -443,7 +443,7 @@ class SyntheticLikelihood(Likelihood):
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         near = simulator.at(fit.centre, self._few)
         self.is_bent = is_bent(near, simulator.records)
-        self._told = Moves(near) if self.is_bent else super()._moved
+        self._moves = Moves(near) if self.is_bent else super()._moved
         self._centres = [self._around(near, found)]
 
     def _statistics(self, simulated: Simulated) -> Tensor:
@@ -482,7 +482,7 @@ class SyntheticLikelihood(Likelihood):
         return values
 
     def _moved(self, theta: Tensor) -> Tensor:
-        return self._told(theta)
+        return self._moves(theta)
 
     def _around(self, simulated: Simulated, found: Moments | None = None) -> _Around:
         own = self._statistics(simulated)
