@@ -716,11 +716,18 @@ def test_a_setting_of_a_layer_takes_no_values_of_earlier_records(mode, code):
         refused(lambda: net(*next(iter(loader))), code)
 
 
-def test_no_function_of_the_callers_is_hashed():
-    def hashed(rows):
-        return [handle_torch_function(Hashed(), rows, rows[0])]
+def mixing(h):
+    return Centred.apply(h)
 
-    refused(lambda: RecordMap(7)(hashed, [X]), "model-map")
+
+@pytest.mark.parametrize("function", [Hashed(), mixing])
+def test_no_function_of_the_callers_runs_without_the_mode(function):
+    """Nor is it hashed; one of a module can be found by its name, as torch's are."""
+
+    def handed_on(rows):
+        return [handle_torch_function(function, rows, rows[0])]
+
+    refused(lambda: RecordMap(7)(handed_on, [X]), "model-map")
 
 
 def test_a_dispatch_mode_of_the_model_sees_no_batch():
