@@ -276,7 +276,8 @@ class Prior:
         """This many draws of θ from the prior, ``(count, d)``, with finite density."""
         found: list[Tensor] = []
         nodes = self._density_program[0].graph.nodes
-        # a mixture's program draws classes by the caller's generator: as often as one by one
+        # an operation that is more than a function of its inputs, such as a draw of a mixture's
+        # class, runs for each draw alone
         is_single = count == 1 or any(n.is_impure() for n in nodes if n.op == "call_function")
         for _ in range(_DRAWS):
             with public_randomness(), without_value_checks():

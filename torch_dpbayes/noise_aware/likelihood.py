@@ -38,7 +38,7 @@ LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # least effective sample size, as a share of the simulated records
 _USUAL_SHARE = 0.1  # of records that have the information; for normal scores it is d/(d + 2)
-_NO_MOVE = 1e-8  # relative size of squares of scores that count; float32 rounds them to 1e-14
+_NEGLIGIBLE = 1e-8  # relative size of squares of scores; float32 rounds them to 1e-14
 _PLACES = 5  # draws of a prior, at which scores are compared with those at the centre
 _RATIOS = 512  # largest number of records whose log ratios determine a move
 _MOST_CENTRES = 60  # largest number of further centres at which records are simulated
@@ -154,13 +154,13 @@ def is_bent(simulated: Simulated, records: ModelRecords) -> bool:
     gram = simulated.scores.T @ simulated.scores
     scales = torch.where(gram.diagonal() > 0, gram.diagonal().rsqrt(), 1.0)
     values, vectors = torch.linalg.eigh(scales[:, None] * gram * scales)
-    still = vectors[:, values <= _NO_MOVE * values[-1]]
+    still = vectors[:, values <= _NEGLIGIBLE * values[-1]]
     for theta in records.density.prior.samples(_PLACES) if still.shape[1] else ():
         try:
             found = scores(records, simulated.density, theta) * scales
         except InvalidPoint:
             continue
-        if (found @ still).square().sum() > _NO_MOVE * found.square().sum():
+        if (found @ still).square().sum() > _NEGLIGIBLE * found.square().sum():
             return True
     return False
 
@@ -190,7 +190,7 @@ def _regression(found: Tensor) -> Tensor:
     """
     apart = found - found.mean(0)
     sizes = torch.where((apart != 0).any(0), apart.norm(dim=0), 1.0)
-    return torch.linalg.pinv(apart / sizes, rtol=math.sqrt(_NO_MOVE)).T / sizes
+    return torch.linalg.pinv(apart / sizes, rtol=math.sqrt(_NEGLIGIBLE)).T / sizes
 
 
 class Fit(NamedTuple):

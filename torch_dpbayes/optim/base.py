@@ -341,8 +341,8 @@ class PrivateOptimizer(DeclaredOptimizer):
         then = private.get("clip_norm_and_noise", now)
         if not all(map(math.isclose, now, then)):
             _log.warning(
-                "clip norm and noise multiplier are %g and %g; the saved run had %g and %g, so its"
-                " samples may have another temperature",
+                "clip norm and noise multiplier are %g and %g; the saved run had %g and %g:"
+                " samples of the two may have different temperatures",
                 *now,
                 *then,
             )
