@@ -282,14 +282,17 @@ def hmc(momentum, size=2):
 
 
 def test_the_state_of_another_and_a_damaged_one_are_refused():
-    fresh = hmc(0.9)
+    fresh, charged = hmc(0.9), hmc(0.9)
+    charged.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    saved = charged.state_dict()
     for state in (
         hmc(0.9, size=3).state_dict(),
         hmc("matched").state_dict(),
         bare([zeros(2)]).state_dict(),
         torch.optim.SGD([zeros(2)], 0.1).state_dict(),
-        {**hmc(0.9).state_dict(), "private_step": {"algorithm": "DPSGHMC"}},
-        {**hmc(0.9).state_dict(), "private_step": {"shapes": [[[2]]]}},
+        {**saved, "private_step": {"algorithm": "DPSGHMC"}},
+        {**saved, "private_step": {"shapes": [[[2]]]}},
+        {**saved, "private_step": {**saved["private_step"], "clip_norm_and_noise": ("no", 1.0)}},
     ):
         with refused("checkpoint"):
             fresh.load_state_dict(state)

@@ -320,6 +320,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                     f"the parameter groups of the state have no {name}: build the optimizer with"
                     " the arguments of the saved run"
                 )
+        then = [float(value) for value in private.get("clip_norm_and_noise", ())]
         noise, draws = self.release.noise.generator, self.release.draws
         if "sampler" not in private or draws is None or draws.generator is None:
             draws = None  # these draws do not go on from the saved position
@@ -338,7 +339,6 @@ class PrivateOptimizer(DeclaredOptimizer):
             draws.resume(private["sampler"])
         self._resume_bound(private.get("derived_noise"))
         now = self.max_grad_norm, self.noise_multiplier
-        then = private.get("clip_norm_and_noise", now)
         if not all(map(math.isclose, now, then)):
             _log.warning(
                 "clip norm and noise multiplier are %g and %g; the saved run had %g and %g:"
