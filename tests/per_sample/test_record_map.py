@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import assert_sum, clipped, delivered, entropy, gradients_of_records, private, sum_of
-from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support.steps import in_parts
 from support.vmap_rule import Centred
 from torch import Tensor, nn
 from torch.overrides import (
@@ -286,9 +286,7 @@ def test_parts_of_a_batch_draw_no_number_for_all_records(draw, mode):
     """Each would have another one, and a new record may move others from one to another."""
     net = Of(lambda net, x: net.last(x) * draw(), last=head())
     net, optimizer, loader = private(net, X, Y, grad_sample_mode=mode)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-    ) as parts:
+    with in_parts(loader, optimizer, 4) as parts:
         refused(lambda: net(next(iter(parts))[0]), "model-map")
 
 
