@@ -71,7 +71,7 @@ def mutants() -> list[Mutant]:
 
 def load_what_tests_import() -> None:
     """Once for all mutants, whose tests run in forked processes; not this library itself."""
-    for name in "pyro.infer opacus dp_accounting.pld scipy.stats hypothesis torch.func".split():
+    for name in "pyro.infer opacus dp_accounting.pld scipy.stats hypothesis torch._dynamo".split():
         importlib.import_module(name)
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support import steps
 from support.training import private, states, values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,14 +63,11 @@ def drawn(net, optimizer, loader, in_parts=False):
     """What the data set draws in two passes."""
     found = []
     for _ in range(2):
-        manager = BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-        )
-        with manager if in_parts else nullcontext(loader) as batches:
+        parts = steps.in_parts(loader, optimizer, 4)
+        with parts if in_parts else nullcontext(loader) as batches:
             for x, y in going_on(batches):
                 found += values(x)
-                nn.functional.cross_entropy(net(x), y).backward()
-                optimizer.step()
+                steps.one(net, optimizer, (x, y))
     return torch.stack(found)
 
 

@@ -13,13 +13,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import steps
 from support.children import in_child
 from support.examples import examples
@@ -64,6 +62,7 @@ def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader):
 
 one = partial(steps.one, loss=nn.functional.mse_loss)
 train = partial(steps.train, loss=nn.functional.mse_loss)
+parts_of = partial(steps.in_parts, size=2)
 
 
 def records(batch, rows=40):
@@ -75,10 +74,6 @@ def watched(loader):
     drawn, original = [], loader.sampler_of_draws._next_draw
     loader.sampler_of_draws._next_draw = lambda: drawn.append(original()) or drawn[-1]
     return drawn
-
-
-def parts_of(loader, optimizer):
-    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer)
 
 
 # -- one sequence of draws -------------------------------------------------------------------------
@@ -240,16 +235,6 @@ def test_each_pass_looks_for_records_that_repeat():
     for _ in range(2):
         with refused("loader-repeats"):
             next(iter(loader))
-
-
-def test_ranks_share_records_by_position():
-    """One that shuffles its list would use records of another rank."""
-    data = [(torch.rand(1), 0) for _ in range(20)]
-    loader = PoissonLoader(DataLoader(data), 0.2, SimpleNamespace(rank=0, size=2))
-    next(iter(loader))
-    data.reverse()
-    with refused("data-changed"):
-        next(iter(loader))
 
 
 # -- what is charged for stays as it was -----------------------------------------------------------

@@ -29,7 +29,8 @@ from torch_dpbayes.batches.poisson_sampling import (
 FALSE_ALARM = 1e-6  # of each test
 
 
-def generator():
+def seeded():
+    """Of one seed in one test."""
     return torch.Generator().manual_seed(torch.initial_seed())
 
 
@@ -105,7 +106,7 @@ def test_every_set_of_records_has_its_probability_in_draws_in_a_row(
         with_cells(2**bits, monkeypatch)
     elif bits < 63:
         with_words_of(bits, monkeypatch)
-    who, stream = kind(num_data, rate), generator()
+    who, stream = kind(num_data, rate), seeded()
     drawn = [tuple(who.draw(stream).tolist()) for _ in range(5000)]
     requires_independent(drawn, bernoulli_sets(num_data, rate))
 
@@ -113,7 +114,7 @@ def test_every_set_of_records_has_its_probability_in_draws_in_a_row(
 @pytest.mark.chance(FALSE_ALARM)
 def test_records_of_the_largest_data_set():
     """Which takes neither time nor memory for each of its records."""
-    num_data, stream = 2**53, generator()
+    num_data, stream = 2**53, seeded()
     who = SparseSubset(num_data, 100 / num_data)
     members = [i for _ in range(400) for i in who.draw(stream).tolist()]
     fewest, most = stats.poisson.interval(1 - FALSE_ALARM / 2, 40_000)
@@ -168,7 +169,7 @@ def test_records_join_at_the_rate_whatever_the_default_dtype(dtype, rate):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        way, stream = DenseSubset(200_000, rate), generator()
+        way, stream = DenseSubset(200_000, rate), seeded()
         joined = sum(len(way.draw(stream)) for _ in range(20))
     finally:
         torch.set_default_dtype(before)
@@ -183,7 +184,7 @@ def test_records_join_at_the_rate_whatever_the_default_dtype(dtype, rate):
 def test_some_of_them_are_every_set_alike(choice, number, most, monkeypatch):
     if choice is dense_choice:
         with_words_of(1, monkeypatch)  # most keys tie, which is drawn again
-    stream = generator()
+    stream = seeded()
     found = Counter(tuple(choice(number, most, stream).tolist()) for _ in range(2000))
     sets = list(itertools.combinations(range(number), most))
     requires_law(found, dict.fromkeys(sets, 1 / len(sets)))

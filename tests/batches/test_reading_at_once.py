@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.refusals import refused
+from support.steps import in_parts
 from test_collate import CentredTensor
 from torch.utils.data import (
     ConcatDataset,
@@ -142,8 +142,7 @@ def test_what_reads_whole_batches_reads_none_of_private_records():
     def signal(do_skip):
         draws.delivered(is_part=True, is_last=not do_skip)
 
-    given = {"max_physical_batch_size": 4, "optimizer": SimpleNamespace(signal_skip_step=signal)}
-    with BatchMemoryManager(data_loader=loader, **given) as managed:
+    with in_parts(loader, SimpleNamespace(signal_skip_step=signal), 4) as managed:
         assert sum(1 for _ in managed) and not parts
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_poisson_sampling import requires_independent
+from test_poisson_sampling import requires_independent, seeded
 
 from torch_dpbayes import noise
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -62,11 +62,6 @@ def draws_of(sampler, number):
         found.append(batch)
         if len(found) == number:
             return found
-
-
-def seeded():
-    """Of one seed in one test."""
-    return torch.Generator().manual_seed(torch.initial_seed())
 
 
 # -- the laws that are charged ---------------------------------------------------------------------

@@ -4,12 +4,12 @@ are charged as, that passes and batches go on where they were, and that users ar
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import steps, training
 from support.refusals import refused
 from support.training import deliver, values
@@ -22,6 +22,7 @@ from torch_dpbayes import noise
 from torch_dpbayes.accounting import events
 from torch_dpbayes.accounting.events import GaussianDpEvent, UserLevelDpEvent
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
+from torch_dpbayes.batches.poisson_loader import PoissonLoader
 from torch_dpbayes.batches.sampling_schemes import Users
 
 IDS = [7, 3, 7, 3, 7, 5, 3, 3, 3, 3, 3, 3]  # of twelve records: eight, three, and one
@@ -95,7 +96,7 @@ def test_random_allocation_is_charged_once_a_pass(how):
     workers = {"num_workers": 1} if how == "in workers" else {}
     net, optimizer, loader = private(**ALLOCATION, noise_multiplier=2.0, **workers)
     event, batches = RandomAllocationDpEvent(3, GaussianDpEvent(2.0)), loader
-    parts = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer)
+    parts = steps.in_parts(loader, optimizer, 2)
     for epoch in (1, 2):
         seen = []
         if how == "left":
@@ -262,9 +263,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_records_stay_where_they_are_while_users_or_a_pass_rely_on_it(kind):
-    """Records that moved after make_private would count as other people's, and copies look, too. A
-    pass that goes on would use some of them twice; between passes they may move.
+def test_records_stay_where_they_are_while_users_ranks_or_a_pass_rely_on_it(kind):
+    """Records that moved after make_private would count as other people's, and copies look, too;
+    a rank would use records of another one. A pass that goes on would use some of them twice;
+    between passes they may move.
     """
     make, change = CHANGES[kind]
     loader = private(data_loader=DataLoader(dataset := make(), 2), user_ids=IDS)[2]
@@ -273,6 +275,11 @@ def test_records_stay_where_they_are_while_users_or_a_pass_rely_on_it(kind):
     for use in (list, list, copy.deepcopy, lambda loader: list(copy.copy(loader))):
         with refused("data-changed"):
             use(loader)
+    loader = PoissonLoader(DataLoader(dataset := make(), 2), 0.2, SimpleNamespace(rank=0, size=2))
+    next(iter(loader))
+    change(dataset)
+    with refused("data-changed"):
+        next(iter(loader))
     loader = DataLoader(dataset := make(), 4)
     net, optimizer, loader = private(data_loader=loader, **ALLOCATION)
     next(iter(loader))  # charged at the first step only
@@ -333,14 +340,6 @@ def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
         private(data_loader=loader)
     again = private(data_loader=loader, **TWO_OF_A_USER)[2]
     assert again.sample_rate == pytest.approx(3 / 5)
-
-
-def test_the_share_of_clipped_records_is_no_release_of_users():
-    net, optimizer, loader = private(user_ids=IDS, batch_size=2)
-    options = {"noise_multiplier": 1.0, "criterion": nn.functional.mse_loss}
-    with refused("argument"):
-        dpb.private_clipped_fraction(net, optimizer, loader, **options)
-    assert len(optimizer.accountant) == 0
 
 
 def test_ids_of_another_kind_are_refused():

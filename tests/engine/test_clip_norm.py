@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import training
 from support.refusals import refused
-from support.steps import one
+from support.steps import in_parts, one
 from support.training import recorded
 from torch import nn
 from torch.nn import functional as F
@@ -102,6 +101,7 @@ class Folding(nn.Sequential):
 def test_what_is_no_count_of_records_is_refused_before_a_release():
     own, folding = private(), private(module=Folding(nn.Linear(1, 1)), **recorded("hooks"))
     other, poor = private(), private(accountant=dpb.PrivacyAccountant(0.5, 1e-5))
+    users = private(accountant=dpb.PrivacyAccountant(unit="user"), user_ids=range(400))
     mixing = {"criterion": lambda output, y: F.mse_loss(output / output.detach().std(), y)}
     for code, parts, options in (
         *(("argument", own, {"noise_multiplier": bad}) for bad in (0.0, math.nan)),
@@ -109,6 +109,7 @@ def test_what_is_no_count_of_records_is_refused_before_a_release():
         ("loss-mixes", own, mixing),
         ("step-records", folding, {}),
         ("budget-exceeded", poor, {"noise_multiplier": 0.1}),
+        ("argument", users, {}),
         # what does not belong together
         ("argument", (*own[:2], other[2]), {}),
         ("argument", (other[0], *own[1:]), {}),
@@ -116,7 +117,8 @@ def test_what_is_no_count_of_records_is_refused_before_a_release():
     ):
         with refused(code):
             share_of(*parts, **{"noise_multiplier": 1.0, **options})
-    assert not any(len(optimizer.accountant) for _, optimizer, _ in (own, folding, other, poor))
+    runs = (own, folding, other, poor, users)
+    assert not any(len(optimizer.accountant) for _, optimizer, _ in runs)
 
 
 def rows(number):
@@ -139,9 +141,7 @@ def test_no_loader_over_private_records_is_taken_for_a_public_one(kind):
     """Also when the private loader is gone, but for a list, of which Python keeps no note."""
     data = kind(rows(40))
     net, optimizer, loader = private(data=data, batch_size=8)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=20, optimizer=optimizer
-    ) as parts:
+    with in_parts(loader, optimizer, 20) as parts:
         for way in (loader, parts, DPDataLoader.from_data_loader(DataLoader(data, batch_size=8))):
             with refused("data-private"):
                 norms_of(net, way)

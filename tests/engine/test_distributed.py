@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import steps
 from support.ranks import TIMEOUT, Server
 from support.steps import one
@@ -115,9 +114,7 @@ def trained(rank, seed, path, first, number, mode=None, size=RECORDS, part=None,
         engine.load_checkpoint(path, module=net, optimizer=optimizer)
     reduction, sizes = options.get("loss_reduction", "mean"), []
     if part is not None:  # ranks have different numbers of them
-        loader = BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=part + rank, optimizer=optimizer
-        ).__enter__()
+        loader = steps.in_parts(loader, optimizer, part + rank).__enter__()
     passes = itertools.chain.from_iterable(itertools.repeat(loader))
     while len(engine.accountant) < first + number:
         x, y = next(passes)

@@ -10,10 +10,9 @@ from functools import partial
 
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import training
 from support.refusals import refused
-from support.steps import bare, fill, one, train, zeros
+from support.steps import bare, fill, in_parts, one, train, zeros
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -38,10 +37,6 @@ def private(net=None, batch_size=12, data=None, mode=None, engine=None, **option
     data = TensorDataset(*(data or batch(60)))
     net = mlp() if net is None else net
     return training.private(net, data, batch_size, max_grad_norm=0.5, **given, **(mode or {}))
-
-
-def in_parts(loader, optimizer):
-    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=7, optimizer=optimizer)
 
 
 def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
@@ -109,10 +104,10 @@ def test_two_physical_batches_make_one_logical_step():
     # rate 1: every draw is the whole data set
     train(*private(whole, data=data, batch_size=24, temperature=0.0), steps=1)
     net, optimizer, loader = private(split, data=data, batch_size=24, temperature=0.0)
-    with in_parts(loader, optimizer) as parts:
+    with in_parts(loader, optimizer, 7) as parts:
         one(net, optimizer, next(iter(parts)))
     assert len(optimizer.accountant) == 0
-    with in_parts(loader, optimizer) as parts:
+    with in_parts(loader, optimizer, 7) as parts:
         for x, y in parts:
             one(net, optimizer, (x, y))
             sizes.append(len(x))

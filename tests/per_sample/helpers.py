@@ -7,17 +7,22 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
-from support import training
+from support import refusals, training
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.per_sample import arithmetic, layers
 from torch_dpbayes.per_sample.arithmetic import Machine
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.operations import Delivery
 
+SOURCE_OF = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
+SOURCES = pytest.mark.parametrize("make", SOURCE_OF.values(), ids=SOURCE_OF)
+MODES = pytest.mark.parametrize("mode", SOURCE_OF)
 # what these would choose, on the CPU
 H200, T4 = Machine(2**14, True, True), Machine(2**12, True, False)
 
@@ -90,6 +95,11 @@ def private(net, *data, clip=0.5, batch_size=None, **options):
     return training.private(
         net, TensorDataset(*data), batch_size or len(data[0]), max_grad_norm=clip, **given
     )
+
+
+def refused(work, code):
+    with refusals.refused(code):
+        work()
 
 
 def vector(net):

@@ -1,6 +1,7 @@
 """Optimizers whose gradients a test gives, and the usual loop over a private loader."""
 
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 from torch_dpbayes.optim import DPSGLD
@@ -34,6 +35,11 @@ def one(net, optimizer, batch, loss=nn.functional.cross_entropy):
     optimizer.zero_grad()
     loss(net(x), y).backward()
     optimizer.step()
+
+
+def in_parts(loader, optimizer, size):
+    """Draws in parts of at most so many records."""
+    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer)
 
 
 def train(net, optimizer, loader, steps=None, epochs=1, loss=nn.functional.cross_entropy):
