@@ -403,6 +403,9 @@ def test_a_usual_log_ratio_under_the_prior_grows_with_the_rows(norm, spread):
         start = own.latents.median
         return own._spread(start, own.assumed_law().rows(500, 0))
 
+    def with_intercept(x, y):
+        gaussian(y, x @ weights("w", 2) + weights("b"))
+
     def with_deviations(x, e, y):
         observed_with(x @ weights("w", 2), e, y)
 
@@ -411,4 +414,5 @@ def test_a_usual_log_ratio_under_the_prior_grows_with_the_rows(norm, spread):
             pyro.sample("y", dist.Normal(mean, std.abs()), obs=y)
 
     assert of(linear, X) == pytest.approx(spread, rel=0.35)
+    assert of(with_intercept, X) == pytest.approx(spread, rel=0.35)
     assert of(with_deviations, X, X[:, 0]) == 0.0
