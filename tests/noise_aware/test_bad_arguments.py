@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from small_models import BUDGET, SHORT, coins, logistic
+from small_models import BUDGET, SHORT, coins, linear, logistic
 from support.pyro_models import gaussian, weights
 from support.vmap_rule import Centred
 from torch import nn
@@ -19,6 +19,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.errors import ArgumentError, ArgumentTypeError, UnfitModel
 from torch_dpbayes.noise_aware import (
+    LinearRegression,
     beta_bernoulli,
     covariance,
     dirichlet_categorical,
@@ -89,6 +90,7 @@ BRANCHING = replace(
     natural_parameters=lambda v: v["m"][None] if v["m"] > 9 else -v["m"][None],
 )
 LABELS = torch.randint(3, (N,))
+REGRESSION = LinearRegression(dist.HalfNormal(torch.ones((), dtype=torch.float64)), 1.0, 1e7)
 NET, SOFTMAX = nn.Linear(2, 1).double(), nn.Linear(2, 3).double()
 
 
@@ -360,6 +362,19 @@ def test_a_budget_that_is_too_small_gives_the_prior_and_says_so():
             "pass the norm that most rows have",
         ),
         (ArgumentError, of_layer(NET, X, Y, max_feature_norm=1e7), "pass the norm that most rows"),
+        (ArgumentError, of_logistic(max_feature_norm=1e7), "pass the norm that most rows"),
+        (ArgumentError, of_logistic(max_feature_norm=1e7, constant_columns=[0]), "pass the norm"),
+        (ArgumentError, of_logistic(covariates=X * 1e7), "divide them by a public constant"),
+        (
+            ArgumentError,
+            call(sufficient_statistics, REGRESSION, X, Y),
+            "pass the norm that most rows have",
+        ),
+        (
+            ArgumentError,
+            of_large_layer(nn.Linear(2, 20).double(), X, LABELS, max_feature_norm=1e7),
+            "pass the norm that most rows have",
+        ),
     ],
 )
 def test_a_refusal_says_what_to_write(kind, call, advice):
@@ -375,3 +390,29 @@ def test_a_large_norm_is_no_error_if_rows_are_public():
     assert (
         posterior(glm, X, Y, public="features", **BUDGET, **SHORT).mean["weights"].isfinite().all()
     )
+
+
+@pytest.mark.parametrize(("norm", "spread"), [(1.0, 1.0), (1e3, 1e3)])
+def test_a_usual_log_ratio_under_the_prior_grows_with_the_rows(norm, spread):
+    """R·s/σ for a linear model: with rows of norm R·√.9. Scores that are not linear in the rows,
+    as for a known deviation of each record, are no reason for a refusal.
+    """
+
+    def of(model, *rows):
+        own = inference.Setup(model, (*rows, Y), **BUDGET, max_feature_norm=norm)
+        start = own.latents.median
+        return own._spread(start, own.assumed_law().rows(500, 0))
+
+    def with_intercept(x, y):
+        gaussian(y, x @ weights("w", 2) + weights("b"))
+
+    def with_deviations(x, e, y):
+        observed_with(x @ weights("w", 2), e, y)
+
+    def observed_with(mean, std, y):
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mean, std.abs()), obs=y)
+
+    assert of(linear, X) == pytest.approx(spread, rel=0.35)
+    assert of(with_intercept, X) == pytest.approx(spread, rel=0.35)
+    assert of(with_deviations, X, X[:, 0]) == 0.0

@@ -59,6 +59,28 @@ def test_predictions_read_rows_as_the_run_did(options):
     assert torch.allclose(by_network, wanted, atol=1e-5)
 
 
+def test_quantiles_of_a_regression_read_rows_as_the_run_did():
+    """A row of norm 5 is scaled down to 2 without its constant column."""
+    weight, equal = torch.randn(50, 3), torch.full((50,), 0.02)
+    draws, shape = Draws(weight, equal, 0.0, 50.0, 1.0, ""), FeatureShape(2.0, {0: 0.5}, (3,))
+    found = NoiseAwarePosterior(draws, {"weights": weight}, [], None, shape=shape)
+    glm, x = dpb.ops.GLM("gaussian", noise_std=0.7, max_feature_norm=2.0), [[7.0, 3.0, 4.0]]
+    torch.manual_seed(1)
+    means = found.sample(100)["weights"] @ torch.tensor([0.5, 1.2, 1.6])
+    torch.manual_seed(1)
+    low, high = found.predictive_quantiles(glm, torch.tensor(x), (0.05, 0.9))
+    for quantile, share in ((low, 0.05), (high, 0.9)):
+        below = torch.special.ndtr((quantile - means) / 0.7).mean()
+        assert float(below) == pytest.approx(share, abs=1e-4)
+    # a coin's are those of its probability, and the module's own scaling is replaced
+    for model, more in ((dpb.ops.GLM(), {}), (glm.module(3), {"likelihood": "bernoulli"})):
+        torch.manual_seed(1)
+        (median,) = found.predictive_quantiles(model, torch.tensor(x), [0.5], **more)
+        assert float(median) == pytest.approx(float(means.sigmoid().quantile(0.5)), abs=1e-5)
+    with pytest.raises(ArgumentError, match="quantiles of counts"):
+        found.predictive_quantiles(dpb.ops.GLM("poisson", max_count=9), torch.tensor(x), [0.5])
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_rows_are_shortened_however_a_layer_is_called(by_name):
     class Network(torch.nn.Module):

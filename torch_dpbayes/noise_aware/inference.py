@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import LARGEST_DIMENSION, POINTS, ModelRecords, log_likelihoods
+from .records import LARGEST_DIMENSION, POINTS, ModelRecords, log_likelihoods, scores
 from .result import NoiseAwarePosterior
 from .run import (
     NUM_RELEASES,
@@ -54,6 +55,7 @@ from .run import (
     choose_scale,
     plan_run,
     public_num_data,
+    require_near,
     run,
     statement_of_charge,
     statement_of_releases,
@@ -63,8 +65,7 @@ _LABEL = "noise_aware.posterior"
 # records for moments at the mode, for steps in a run, and under each law of the covariates
 _SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
 _LEAST_SIMULATED = 500
-# standard deviation of a record's log ratio under the prior, at which searches for the mode failed
-_FARTHEST = 1e4
+_NEAR = 0.1  # usual change of a linear predictor where scores are linear in the rows
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
@@ -339,11 +340,7 @@ class Setup:
         if self._public_rows is None:
             bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
             self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
-            if self.shape is not None and spread * bound > _FARTHEST:
-                raise ArgumentError(
-                    f"max_feature_norm = {bound:g} is too large for this prior, whose mode is then"
-                    " too far away: pass the norm that most rows have, or a narrower prior."
-                )
+            require_near(spread * bound if self.shape is not None else 0.0, bound)
             self.categories = self.records.categories()
         self.plan = plan_run(
             self.accountant,
@@ -363,6 +360,7 @@ class Setup:
                 " there: use a prior that fits the likelihood."
             )
         rows = self.assumed_law().rows(_LEAST_SIMULATED, 0)
+        require_near(self._spread(start, rows), None if self.shape is None else self.shape.bound)
         try:
             self.records.simulate(start, rows, _LEAST_SIMULATED, self.seed_of_records)
         except Exception as error:
@@ -371,6 +369,31 @@ class Setup:
                 " be sampled. If Gaussian covariates do not fit, write, for example,"
                 " rate.clamp(min=1e-6), or pass covariates=, a public sample."
             ) from error
+
+    def _spread(self, start: Tensor, rows: Mapping[int, Tensor]) -> float:
+        """Standard deviation of a record's log ratio under the prior, as far as it is due to rows
+        of floats and linear in them: scores of rows near 0, less those of 0, extrapolated. At the
+        rows themselves most records may be certain, with scores of 0. 0 if it is not linear.
+        """
+        numbers = [k for k, row in rows.items() if row.is_floating_point()]
+        squares = sum(float(rows[k].double().square().sum()) for k in numbers)
+        if not 0 < squares < math.inf:
+            return 0.0
+        std, found = self.latents.stddev[self.latents.read], []
+        near = _NEAR / (float(std.max()) * math.sqrt(squares / _LEAST_SIMULATED))
+        for scale in (near, near / 2):
+            own = [{k: by * rows[k] for k in numbers} for by in (scale, 0.0)]
+            try:
+                drawn = self.records.simulate(
+                    start, {**rows, **own[0]}, _LEAST_SIMULATED, self.seed_of_records
+                )
+            except Exception:  # the model does not take such rows
+                return 0.0
+            at_0 = drawn.with_rows([own[1].get(k, row) for k, row in enumerate(drawn.rows())])
+            apart = scores(self.records, drawn, start) - scores(self.records, at_0, start)
+            found.append(float((apart * std).square().sum(1).mean().sqrt()))
+        is_linear = 1.5 < found[0] / max(found[1], 1e-300) < 2.5
+        return found[0] / near if is_linear else 0.0
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
         """The mean law of the covariates, and draws of the law given the release."""

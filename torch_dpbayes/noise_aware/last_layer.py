@@ -74,6 +74,7 @@ from .run import (
     largest_bound,
     plan_run,
     public_num_data,
+    require_near,
     statement_of_charge,
     statement_of_releases,
 )
@@ -132,6 +133,7 @@ def posterior_of_large_layer(
     if len(targets) != len(features):
         raise ArgumentError("inputs and targets must have equally many records.")
     bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
+    require_near(layer.prior_std * bound, bound)
     simulated = _SIMULATED if num_simulated is None else num_simulated
     count = max(positive_count(simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)

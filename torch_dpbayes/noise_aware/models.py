@@ -44,9 +44,7 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
             "the prior is improper (prior_std is infinite), but the posterior is the prior if"
             " noise hides the data. Pass prior_std=."
         )
-    # for a Gaussian target: the smoothness is 1/s² times the largest squared length of features
-    noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
-    of_target = noise_std, model.max_count
+    of_target = model.noise_std, model.max_count
     return partial(_linear_model, model.family, precision.rsqrt().clone(), of_target)
 
 

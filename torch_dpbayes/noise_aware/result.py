@@ -23,6 +23,8 @@ from .drawing import Draws
 from .latents import Latents
 from .likelihood import Likelihood
 
+_NAMES: dict[str, Any] = {"bernoulli": "bernoulli", "gaussian": "normal"}  # of families
+
 
 class NoiseAwarePosterior:
     """p(θ | releases); it includes the noise of the releases.
@@ -101,12 +103,56 @@ class NoiseAwarePosterior:
 
         **Privacy.** Post-processing; but a prediction reveals something about its own input.
         """
-        draws = self.sample(num_samples)
         if isinstance(model, GLM | Softmax):
-            if not isinstance(x, Tensor) or x.dim() != 2:
-                raise ArgumentError("x must be a tensor of features [n, d], as in the run.")
-            rows = self._shortened(x.to(torch.promote_types(x.dtype, torch.float32)))
-            return torch.stack([expected_targets(model, w, rows) for w in draws["weights"]]).mean(0)
+            rows = self._shortened(_features(x))
+            draws = self.sample(num_samples)["weights"]
+            return torch.stack([expected_targets(model, w, rows) for w in draws]).mean(0)
+        with self._samples_for(model, likelihood, num_samples) as (network, samples):
+            return samples.predict(network, x, transform)
+
+    def predictive_quantiles(
+        self,
+        model: nn.Module | GLM | Softmax,
+        x: Any,
+        quantiles: Sequence[float],
+        *,
+        likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
+        num_samples: int = 100,
+    ) -> Tensor:
+        """Quantiles of a normal target, as in :meth:`.PosteriorSamples.predictive_quantiles`; of
+        discrete targets those of the probabilities. Rows are scaled down as in the run.
+
+        Args:
+            model, x, likelihood, num_samples: as for :meth:`predict`, with its errors. A GLM for
+                counts is refused.
+            quantiles: probabilities strictly between 0 and 1.
+
+        Returns:
+            ``[len(quantiles), n, ...]``.
+
+        **Privacy.** As for :meth:`predict`.
+        """
+        with self._samples_for(model, likelihood, num_samples) as (network, samples):
+            if isinstance(model, GLM | Softmax):
+                x = _features(x)
+            return samples.predictive_quantiles(network, x, quantiles)
+
+    @contextmanager
+    def _samples_for(
+        self, model: Any, likelihood: Any, num_samples: int
+    ) -> Iterator[tuple[nn.Module, PosteriorSamples]]:
+        """A network that reads rows as the run did, and the samples of its parameters."""
+        named, noise_std = likelihood or self.likelihood, self.noise_std
+        if isinstance(model, GLM | Softmax):
+            named = "categorical"
+            if isinstance(model, GLM):
+                named, noise_std = _NAMES.get(model.family), model.noise_std
+            if named is None:
+                raise ArgumentError(
+                    "quantiles of counts are not computed: pass sample() to"
+                    " pyro.infer.Predictive, or use predict for the expected count."
+                )
+            model = LinearPredictor(self._values["weights"].shape[1:], torch.clone)
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
                 "model must be a torch.nn.Module, ops.GLM or ops.Softmax; for a Pyro model pass"
@@ -114,11 +160,11 @@ class NoiseAwarePosterior:
             )
         if isinstance(model, LinearPredictor):  # it would scale rows by its own rule
             model = LinearPredictor(model.weights.shape, torch.clone).to(model.weights)
-        named = likelihood or self.likelihood
-        noise_std = self.noise_std if named == "normal" else None
+        draws = self.sample(num_samples)
+        noise_std = noise_std if named == "normal" else None
         samples = PosteriorSamples.from_draws(draws, named, noise_std=noise_std)
         with self._as_in_the_run(model):
-            return samples.predict(model, x, transform)
+            yield model, samples
 
     @contextmanager
     def _as_in_the_run(self, network: nn.Module) -> Iterator[None]:
@@ -219,3 +265,10 @@ class NoiseAwarePosterior:
         """
         draws = self.sample(num_samples)
         return arviz_of({name: values[None].numpy() for name, values in draws.items()})
+
+
+def _features(x: Any) -> Tensor:
+    """Features of a GLM or Softmax, as floats."""
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        raise ArgumentError("x must be a tensor of features [n, d], as in the run.")
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -49,6 +49,8 @@ QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms: the candidates for the 
 # a larger clip bound may cost a twentieth of the width, 1.05² in variance: if a model is not quite
 # right, clipping moves the θ at which its scores sum to zero
 _SPARED = 0.10
+# standard deviation of a record's log ratio under the prior, at which searches for the mode failed
+_FARTHEST = 1e4
 _ROWS = 50_000  # of private records whose scores are in memory at a time
 
 
@@ -149,6 +151,22 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
             " PrivacyAccountant(neighboring='replace_one')."
         )
     return stated
+
+
+def require_near(spread: float, bound: float | None) -> None:
+    """Refuse rows that are too long for the prior. ``spread``: standard deviation of a record's log
+    ratio under the prior. ``bound``: max_feature_norm; None if rows are public.
+    """
+    if spread <= _FARTHEST:
+        return
+    what, advice = "public rows are too long", "divide them by a public constant"
+    if bound is not None:
+        what = f"max_feature_norm = {bound:g} is too large"
+        advice = "pass the norm that most rows have"
+    raise ArgumentError(
+        f"{what} for this prior, whose mode is then too far away: {advice}, or"
+        " use a narrower prior."
+    )
 
 
 def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) -> list[str]:

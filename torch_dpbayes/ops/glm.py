@@ -108,6 +108,11 @@ class GLM(LinearModel):
         """The largest count of a Poisson target."""
         return self._max_count
 
+    @property
+    def noise_std(self) -> float | None:
+        """The standard deviation of a Gaussian target."""
+        return self._noise_std
+
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
         """The Lipschitz constant of one record's clipped gradient, times R_x²."""
         squared = self._max_feature_norm**2
