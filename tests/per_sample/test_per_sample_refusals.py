@@ -279,6 +279,33 @@ def test_a_device_may_be_named_inside_a_model():
     run(zoo.Of(function, layer=mlp()))
 
 
+def test_a_part_that_only_an_optional_argument_uses():
+    """No batch shows this argument."""
+
+    def made():
+        part = {"first": nn.Linear(6, 3), "last": nn.Linear(3, 3)}
+        return zoo.Of(
+            lambda net, x, *more: net.last(net.first(x)) if more else net.first(x), **part
+        )
+
+    run(made(), lambda net, x, y: entropy(net(x, True), y))
+    with refused("model-unused"):
+        private(made(), X, Y, example_inputs=(X[:2],))
+
+
+def differentiated(net, x):
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net.layer(x).square().sum(), x, create_graph=True)[0][:, :3]
+
+
+def test_what_a_model_should_do_instead():
+    with pytest.raises(ModelError, match=r"use torch\.func\.grad"):
+        run(zoo.Of(differentiated, layer=mlp()))
+    with pytest.raises(ModelError, match="Without make_private it fails, too"):
+        run(nn.Linear(5, 3))
+
+
 def test_make_private_leaves_a_model_that_writes_its_parameters_as_it_was():
     def function(net, x):
         net.layer.weight.data.mul_(0.5)

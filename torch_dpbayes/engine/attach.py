@@ -151,18 +151,22 @@ def _source_for(
     if mode == "hooks":
         return HooksGradientSource(module, loss_reduction=reduction)
     kind = VmapGradientSource if mode == "vmap" else BookkeepingGradientSource
-    source = kind(
-        module, loss_reduction=reduction, assume_independent=is_vouched, loss=settings.loss
-    )
-    source.is_in_parts = is_in_parts
-    try:
-        check_model(module, source, ways)
-    except BaseException as error:
-        source.remove()
-        is_unmapped = isinstance(error, DPBayesError) and error.code == "model-map"
-        if is_unmapped and is_vouched and mode is None:
-            return HooksGradientSource(module, loss_reduction=reduction)
-        raise
+    for shown in (ways, ()):  # without: the first pass shows the arguments
+        source = kind(
+            module, loss_reduction=reduction, assume_independent=is_vouched, loss=settings.loss
+        )
+        source.is_in_parts = is_in_parts
+        try:
+            check_model(module, source, shown)
+            break
+        except BaseException as error:
+            source.remove()
+            code = error.code if isinstance(error, DPBayesError) else None
+            if code == "model-map" and is_vouched and mode is None:
+                return HooksGradientSource(module, loss_reduction=reduction)
+            # the loop may pass more arguments, which use more parameters
+            if examples is not None or code not in ("model-unused", "model-output"):
+                raise
     return source
 
 

@@ -37,9 +37,9 @@ REMEDIES = {
     "loss-number": "Read it after backward()",
     "loss-backward": "Call loss.backward() without arguments, on one loss",
     "loss-in-place": (
-        "Write y = f(x) instead; torchvision's transforms belong into the data set; for"
-        " label_smoothing_factor of Trainer use compute_loss_func= with F.cross_entropy(...,"
-        " label_smoothing=)"
+        "Write y = f(x) instead (for distributions: loss=); torchvision's transforms belong into"
+        " the data set; for label_smoothing_factor of Trainer use compute_loss_func= with"
+        " F.cross_entropy(..., label_smoothing=)"
     ),
     "loss-reduced": (
         "After the mean you may multiply a loss by fixed Python numbers and add losses (no"
@@ -57,7 +57,10 @@ REMEDIES = {
     ),
     "loss-option": 'Write reduction="mean" or "sum"',
     "loss-vector": "Call loss.mean().backward()",
-    "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
+    "loss-constant": (
+        "Compute it from net(x) in training mode, with trainable parameters, and without"
+        " torch.no_grad(), argmax or comparisons"
+    ),
     "model-input": "Pass the loader's batch, or tensors computed from it record by record",
 }
 _NO_VALUES = "the batch has no values before backward(), and t.data = x makes t part of the batch"

@@ -194,7 +194,7 @@ class GradientSource(ABC):
             raise StepError(
                 f"the model was run forward {self.passes} times in training mode for one step:"
                 " evaluate under torch.no_grad() or model.eval(), and use one forward pass for"
-                " the whole loss.",
+                " the whole loss, such as model(torch.stack([x, fake], 1)).",
                 code="step-passes",
             )
         parts = self.recorded(named_parameters)

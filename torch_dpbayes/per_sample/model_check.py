@@ -31,6 +31,7 @@ _INSTEAD = (
     "To vouch that it does not mix records, write make_private(...,"
     ' assume_independent_records=True, grad_sample_mode="hooks")'
 )
+_WITHOUT_MAP = "Without make_private it fails, too: check the shapes and types of its inputs"
 _RECORDS = 2
 _TRIES = 3  # with fresh synthetic records: rounding may switch a ReLU
 # Relative to the gradient of a record. Errors of book-keeping are large; rounding is not.
@@ -167,6 +168,7 @@ class _Comparison:
         self.module, self.source, self.arguments = module, source, arguments
         self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in self.named]
+        self.fails_alone = False
 
     def run(self) -> None:
         """Compare, and move parameters that are used outside of their layers into the map. If the
@@ -256,6 +258,7 @@ class _Comparison:
             try:
                 return tuple(t.dim() == 1 for t in Nested(output_of(self.module, inputs)).tensors)
             except Exception:  # the model cannot run on batches
+                self.fails_alone = True
                 return ()
 
     def _mapped(self, inputs: tuple[Any, ...]) -> tuple[_Run, Sequence[Tensor]]:
@@ -264,7 +267,7 @@ class _Comparison:
         source.discard(self.parameters)
         source.mapped.around = _WithoutRandomness()
         try:
-            with _blamed(self.module), torch.enable_grad():
+            with _blamed(self.module, self.fails_alone), torch.enable_grad():
                 given = Delivery(_RECORDS)(inputs, _RECORDS) if source.follows else inputs
                 outputs = Nested(output_of(self.module, given)).tensors
                 rows = [_rows_of_output(t, source.loss_reduction) for t in outputs]
@@ -345,9 +348,9 @@ def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
 
 
 @contextmanager
-def _blamed(module: nn.Module) -> Iterator[None]:
+def _blamed(module: nn.Module, fails_alone: bool) -> Iterator[None]:
     """Convert an error inside to one that says why the model cannot be mapped, and names the
-    innermost module of the error.
+    innermost module of the error. ``fails_alone``: whether it fails without the map, too.
     """
     running: list[str] = []
     handles = []
@@ -369,8 +372,10 @@ def _blamed(module: nn.Module) -> Iterator[None]:
             raise
         name = (running[-1] if running else "") or type(module).__name__
         reason = in_plain_words(error).rstrip(".")
+        is_torchs = not isinstance(error, DPBayesError) and reason in str(error)
         raise ModelError(
-            f"module {name!r} cannot run for one record at a time: {reason}. {_INSTEAD}.",
+            f"module {name!r} cannot run for one record at a time: {reason}."
+            f" {_WITHOUT_MAP if fails_alone and is_torchs else _INSTEAD}.",
             code="model-map",
         ) from error
     finally:

@@ -71,8 +71,9 @@ _TORCHS_WORDS = {
         " write torch.rand(...) < p, or similar"
     ),
     "fallback path doesn't work on out=": "it computes into out=, like spectral_norm: leave it out",
-    "requires_grad_() outside": (
-        "it calls requires_grad_(), or autograd.functional: use torch.func.grad or vjp"
+    **dict.fromkeys(
+        ("requires_grad_() outside", "element 0 of tensors does not require grad"),
+        "it calls requires_grad_(), or a function of torch.autograd: use torch.func.grad or vjp",
     ),
 }
 
