@@ -290,8 +290,6 @@ def test_a_part_that_only_an_optional_argument_uses():
 
     run(made(), lambda net, x, y: entropy(net(x, True), y))
     with refused("model-unused"):
-        run(made())
-    with refused("model-unused"):
         private(made(), X, Y, example_inputs=(X[:2],))
 
 

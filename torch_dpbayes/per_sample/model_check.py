@@ -372,10 +372,10 @@ def _blamed(module: nn.Module, fails_alone: bool) -> Iterator[None]:
             raise
         name = (running[-1] if running else "") or type(module).__name__
         reason = in_plain_words(error).rstrip(".")
-        is_own = fails_alone and reason in str(error)  # an error of the model's program
+        is_torchs = not isinstance(error, DPBayesError) and reason in str(error)
         raise ModelError(
             f"module {name!r} cannot run for one record at a time: {reason}."
-            f" {_WITHOUT_MAP if is_own else _INSTEAD}.",
+            f" {_WITHOUT_MAP if fails_alone and is_torchs else _INSTEAD}.",
             code="model-map",
         ) from error
     finally:
