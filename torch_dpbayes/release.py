@@ -35,6 +35,7 @@ from .per_sample.derived import FixedTensors, holds_records
 from .per_sample.gradient_source import GradientSource
 from .per_sample.hooks import HooksGradientSource
 from .per_sample.operations import Delivery
+from .per_sample.record_map import require_no_modes
 from .processes import Lock
 
 # sums of so many records are in float64: float32 would round by more than 10⁻³·C
@@ -269,6 +270,8 @@ class Release:
         """
         if self.ranks is None and not self._is_alone and is_initialized():
             require_single_process()
+        if self._delivery is not None:
+            require_no_modes()  # they would see all records
         if not self._collect(layout):
             return False
         if self.fixed is not None:
@@ -309,7 +312,10 @@ class Release:
         self._pending_records += records
         if draws is not None:
             delivery, total = self._delivery, self._pending_records
-            is_strange = delivery is not None and self.source.batch is not delivery.batch
+            batch = self.source.batch
+            is_strange = delivery is not None and (
+                batch is None or batch is not delivery.batch or batch.refusal is not None
+            )
             is_all = records == draws.part_size and (not is_last or total == draws.size)
             if is_strange or not is_all:
                 raise StepError(

@@ -134,6 +134,13 @@ def test_what_an_empty_accountant_says():
     assert PrivacyAccountant(1.0, DELTA).remaining(events.NoOpDpEvent()) == math.inf
 
 
+def test_a_repr_counts_repeated_charges():
+    accountant = PrivacyAccountant()
+    for _ in range(4):
+        accountant.compose(STEP)
+    assert ": 4 releases, epsilon = " in repr(accountant)
+
+
 def test_only_a_first_charge_of_something_declares_a_filter():
     accountant = PrivacyAccountant(3.0, DELTA).compose(events.NoOpDpEvent())
     with pytest.raises(ArgumentError):

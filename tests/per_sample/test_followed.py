@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import assert_sum, delivered, gradients_of_records
 from support.refusals import refused
@@ -128,6 +129,23 @@ def test_every_view_of_memory_that_a_batch_was_written_into_is_marked():
     views = [base[1:], base.view(2, 2), base.detach(), base]
     base[:1].copy_(a.mean())
     assert all(isinstance(v * 1, Derived) for v in views)
+
+
+def test_what_collectives_write_is_marked(tmp_path):
+    net, _, _, _, a, b = batch()
+    F.cross_entropy(net(a), b).backward()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        for write in (
+            lambda out, t: dist.gather(t, [out]),
+            lambda out, t: dist.all_to_all_single(out, t),
+            lambda out, t: dist.all_gather([out], t),
+        ):
+            out, mean = torch.zeros(1), a.mean()[None]
+            write(out, mean)
+            assert torch.equal(out, mean) and holds_records(out) and isinstance(out * 1, Derived)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_running_statistics_are_refused_before_backward_and_marked_afterwards():

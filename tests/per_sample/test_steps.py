@@ -135,6 +135,28 @@ def test_a_step_that_is_not_of_one_pass_is_refused(name, mode):
     assert_refused(work, codes, *made(mode=mode))
 
 
+def test_a_step_after_a_backward_pass_that_failed_is_refused():
+    """The layers behind the function that failed have recorded their gradients."""
+
+    def function(net, x):
+        h = net.first(x).sigmoid()
+        upper = torch.where(x[:, 0] > 50, -1.0, 1.0) * (1 + h[:, 0])
+        matrix = torch.stack([h[:, 1] * 0, upper, h[:, 1] * 0 + 1, 0.1 * h[:, 1]], 1)
+        vectors = torch.linalg.eig(matrix.unflatten(1, (2, 2)))[1]
+        return net.last(100 * vectors.real.sum(-1))  # complex ones have no such gradient
+
+    x = torch.randn(20, 6)
+    x[0, 0] = 100.0
+    net = Of(function, first=nn.Linear(6, 2), last=nn.Linear(2, 3))
+    net, optimizer, loader = private(net, x, torch.randint(3, (20,)))
+    with refused("step-records"):
+        for x, _ in loader:
+            with pytest.raises(RuntimeError, match="eigenvectors"):
+                net(x).sum(1).mean().backward()
+            optimizer.step()
+    assert len(optimizer.accountant) == 0
+
+
 @pytest.mark.parametrize(
     ("is_evaluating", "mode"), [(False, "hooks"), *((e, m) for e in (False, True) for m in EITHER)]
 )

@@ -187,12 +187,13 @@ class PrivacyAccountant:
     def __repr__(self) -> str:
         place = "" if self.unit == "record" else f", unit={self.unit!r}"
         place += "" if self.path is None else f", path={str(self.path)!r}"
+        spent = report.spent_in_words(self)  # it counts the latest charges
         with LOCK:
             number = sum(self._session.charges.values())
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {number} releases, {report.spent_in_words(self)}"
+            f" {number} releases, {spent}"
         )
 
     def _repr_html_(self) -> str:

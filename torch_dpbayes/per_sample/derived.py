@@ -192,7 +192,9 @@ def _names_written(func: Any) -> list[str]:
     return [
         a.name
         for a in func._schema.arguments
-        if a.name in ("running_mean", "running_var") or (a.alias_info and a.alias_info.is_write)
+        if a.name in ("running_mean", "running_var")
+        or (a.alias_info and a.alias_info.is_write)
+        or func.namespace == "c10d"  # collectives omit some, too
     ]
 
 

@@ -240,11 +240,11 @@ def two_rows(t: Tensor) -> Tensor:
 
 
 def synthetic_row(t: Tensor) -> Tensor:
-    """A record with the shape of these rows. Integers are zero. Floats are in (0, 1), so they are
+    """A record with the shape of these rows. Integers are zero. Others are in (0, 1), so they are
     valid probabilities; square matrices are invertible and have a Cholesky factor.
     """
     made = t.new_zeros(1, *t.shape[1:])
-    if t.is_floating_point():
+    if t.is_floating_point() or t.is_complex():
         stream = torch.Generator("cpu").manual_seed(0)
         made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
         if t.dim() > 2 and t.shape[-1] == t.shape[-2]:

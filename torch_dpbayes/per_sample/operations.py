@@ -512,5 +512,8 @@ class _Operation:
             leaves = tuple([t for t in batch.leaves if t.requires_grad])  # some were frozen since
             given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, leaves
             _run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+        except BaseException:
+            batch.refusal = "backward() failed"  # some layers have their gradients, others not
+            raise
         finally:
             batch.close()

@@ -271,6 +271,24 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
     return input if input.dim() == 0 else None
 
 
+def prod(
+    input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor | None:
+    """Like ``torch.prod``. If there is a zero in any record, torch computes the gradients of all
+    in another way, and some are finite only in one of them. Here they are products of numbers.
+    """
+    t = input if dtype is None else input.to(dtype)
+    if not (t.is_floating_point() or t.is_complex()):
+        return None
+    if dim is None or t.dim() == 0:
+        t, dim, keepdim = t.reshape(-1), 0, False
+    t = t.movedim(dim, -1)
+    while (n := t.shape[-1]) != 1:
+        t = F.pad(t, (0, 1), value=1.0) if n == 0 or n % 2 else t
+        t = t if n == 0 else t[..., : (n + 1) // 2] * t[..., (n + 1) // 2 :]
+    return t.movedim(-1, dim) if keepdim else t[..., 0]
+
+
 def new(t: Tensor, *given: Any, **options: Any) -> Tensor:
     """Like ``t.new``, which makes a tensor of numbers or of a size."""
     first: Any = given[0] if given else 0
@@ -375,6 +393,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.grid_sampler_3d: _grid(torch.grid_sampler_3d),
     torch.roll: roll,
     Tensor.roll: roll,
+    **dict.fromkeys((torch.prod, Tensor.prod), prod),
     F.nll_loss: _of_classes(F.nll_loss),
     F.cross_entropy: _of_classes(F.cross_entropy),
     F.binary_cross_entropy: binary_cross_entropy,
