@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.distributed import is_initialized
 
 from .accounting import events
@@ -270,7 +271,8 @@ class Release:
         """
         if self.ranks is None and not self._is_alone and is_initialized():
             require_single_process()
-        if self._delivery is not None:
+        is_watched = _len_torch_function_stack() or _len_torch_dispatch_stack()
+        if is_watched and self._delivery is not None:
             require_no_modes()  # they would see all records
         if not self._collect(layout):
             return False
