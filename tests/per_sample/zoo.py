@@ -140,6 +140,11 @@ def last_of_lstm(net, x):
     return net.head(net.lstm(x)[0][:, -1])
 
 
+def written_into(net, x):
+    x[:, 0] = 0.0
+    return net.head(net.second(net.first(x)).tanh())
+
+
 def checkpointed(net, x):
     return net.head(checkpoint(net.second, net.first(x), use_reentrant=False).tanh())
 
@@ -192,6 +197,7 @@ PROGRAMS = {
     "LSTM's cell": (program(lstm_cell, cell=nn.LSTMCell(6, 6)), SEQUENCE),
     "fused attention": (program(fused_attention, qkv=nn.Linear(6, 18)), SEQUENCE),
     "checkpoint": (program(checkpointed, **TWO), FLAT),
+    "input that is written into": (program(written_into, **TWO), FLAT),
     "bag": (
         program(lambda net, x: net.head(net.bag(x)), bag=nn.EmbeddingBag(20, 6, sparse=True)),
         TOKENS,

@@ -204,7 +204,7 @@ class _Comparison:
         for _ in range(_TRIES):
             inputs = synthetic(self.arguments, _RECORDS, generator)
             self.source.mapped.rows_of_scalars = self._rows_of_scalars(inputs)
-            mapped, weights = self._mapped(inputs)
+            mapped, weights = self._mapped(map_tensors(inputs, torch.clone))
             alone = [self._alone(rows_of(inputs, k), weights) for k in range(_RECORDS)]
             for name, b in self.module.named_buffers():
                 if not torch.equal(before[name], b) and not bool((b != b).any()):
@@ -311,7 +311,9 @@ class _Comparison:
         state, others = torch.get_rng_state(), numbers_outside()
         with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
             try:
-                first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
+                # the model may write into them
+                runs = (map_tensors(inputs, torch.clone) for _ in range(2))
+                first, second = (Nested(output_of(self.module, given)).tensors for given in runs)
             except (RuntimeError, ValueError, IndexError):  # for values that no real record has
                 return None
             if not torch.equal(torch.get_rng_state(), state) or numbers_outside() != others:

@@ -272,13 +272,13 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
 
 
 def prod(
-    input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **options: Any
 ) -> Tensor | None:
     """Like ``torch.prod``. If there is a zero in any record, torch computes the gradients of all
     in another way, and some are finite only in one of them. Here they are products of numbers.
     """
     t = input if dtype is None else input.to(dtype)
-    if not (t.is_floating_point() or t.is_complex()):
+    if options or not (t.is_floating_point() or t.is_complex()):  # out=, which vmap refuses
         return None
     if dim is None or t.dim() == 0:
         t, dim, keepdim = t.reshape(-1), 0, False
