@@ -65,6 +65,12 @@ def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
 # -- sums ------------------------------------------------------------------------------------------
 
 
+def test_a_step_without_noise_has_no_guarantee():
+    fill([p := zeros(2)])
+    (optimizer := bare([p], temperature=0.0)).step()
+    assert optimizer.accountant.get_epsilon(1e-5) == math.inf
+
+
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, 1e30])  # whose square overflows
 def test_a_record_that_is_not_finite_counts_as_zero_and_is_not_reported(broken):
     p = zeros(3, dtype=torch.float32)
