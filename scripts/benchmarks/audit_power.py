@@ -211,7 +211,7 @@ def main() -> None:
         for epsilon in (8.0, 2.0):
             found = [median_bound(kind, epsilon, np.random.default_rng()) for kind in BOUNDS]
             print(f"| {epsilon:g} | {found[0]:.2f} | {found[1]:.2f} |", flush=True)
-    print("| fault | runs | refuted, `gaussian` | refuted, `independent` | seconds a run |")
+    print("\n| fault | runs | refuted, `gaussian` | refuted, `independent` | seconds a run |")
     print("|---" * 5 + "|")
     for name in FAULTS if options.only is None else [options.only]:
         repeats = options.sound if name.startswith("none") else options.repeats
