@@ -272,14 +272,23 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
 
 
 def prod(
-    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **options: Any
+    input: Tensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    out: Any = None,
+    axis: Any = None,
+    keepdims: bool = False,
 ) -> Tensor | None:
     """Like ``torch.prod``. If there is a zero in any record, torch computes the gradients of all
     in another way, and some are finite only in one of them. Here they are products of numbers.
     """
     t = input if dtype is None else input.to(dtype)
-    if options or not (t.is_floating_point() or t.is_complex()):  # out=, which vmap refuses
+    if out is not None or not (t.is_floating_point() or t.is_complex()):  # vmap refuses out=
         return None
+    # torch takes NumPy's names, too
+    dim, keepdim = (dim if axis is None else axis), keepdim or keepdims
     if dim is None or t.dim() == 0:
         t, dim, keepdim = t.reshape(-1), 0, False
     t = t.movedim(dim, -1)
