@@ -357,9 +357,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=PARTS)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--seconds", type=float, default=4.0, help="for a row; default: 4")
     given = parser.parse_args(arguments)
+    if unknown := set(given.parts) - PARTS.keys():  # choices= refuses that there are none
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     for part in given.parts or PARTS:
         PARTS[part](given.seconds)
