@@ -33,11 +33,11 @@ _SECONDS_TO_STOP, _SECONDS_TO_NOTICE = 40.0, 0.2
 class MCMC(pyro.infer.MCMC):
     """``pyro.infer.MCMC`` for private kernels, needed for parallel chains.
 
-    Each parallel chain gets its own copy of the kernel, with the chain's number and start. The
-    kernel stores every draw at once: :meth:`PrivateKernel.get_samples` also returns them if the
-    budget, an error or Ctrl-C ends the run. Then the other chains stop after their iteration,
-    and return the charges that they made in advance and did not use. If a chain is killed, the run
-    ends, too, and all charges of this chain stay. A warning says if the chains have not mixed.
+    Each parallel chain gets its own copy of the kernel, with its own start. The kernel stores every
+    draw at once: :meth:`PrivateKernel.get_samples` also returns the draws if the budget, an error
+    or Ctrl-C ends the run. Then the other chains stop after their iteration, and return the charges
+    that they made in advance and did not use. If a chain is killed, the run ends, too, and all
+    charges of this chain stay. A warning says if the chains have not mixed.
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.

@@ -53,9 +53,9 @@ class DPHMC(PrivateKernel):
         grad_noise_multiplier: z_g, likewise of the gradients.
         accountant: where every iteration is charged.
         data_plate: name of the data plate.
-        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), in the order of
-            the sites sorted by name. None: identity. It must be public, or computed from
-            earlier releases.
+        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), over the
+            coordinates on which the likelihood depends, with the sites sorted by name. None:
+            identity. It must be public, or computed from earlier releases.
         jitter: j, at most 1. Iteration t takes steps of η·(1 + j(2u_t − 1)), u_t a randomly shifted
             Halton sequence in (0, 1), so that trajectories are not periodic. If noise limits the
             step size, 0.2 reduces :attr:`Plan.reach` by 2 %, and 1 by a third.

@@ -22,9 +22,10 @@ class DPPenalty(PrivateKernel):
     Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. σ is equal
     in both directions. So the stationary distribution is exactly the posterior if no ratio is
     clipped (Ceperley and Dewing 1999). d is the distance in unconstrained space, where the prior
-    has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4. Then 23 %
-    of small steps are accepted if all have the same length. Gaussian steps differ in length, and
-    short ones have less noise: 28 % of them are accepted in 5 dimensions, 35 % in 2, 44 % in one.
+    has the Jacobian terms, over the coordinates on which the likelihood depends. The other
+    coordinates move without cost. One iteration moves farthest for its cost at σ ≈ 2.4. Then 23 %
+    of small steps are accepted if all have the same length. Short steps have less noise. So of
+    steps with Gaussian lengths more are accepted: 28 % in 5 dimensions, 35 % in 2, 44 % in one.
 
     Source: Yıldırım and Ermiş (2019), Algorithm 1; the clipped form is DP-penalty in Räisä, Koskela
     and Honkela (2021).
@@ -33,9 +34,9 @@ class DPPenalty(PrivateKernel):
         model: Pyro model with one vectorised data plate, see
             :class:`~torch_dpbayes.density.RecordDensity`.
         proposal_scale: standard deviation of the random walk: a number, or a tensor (dimension,)
-            for each coordinate of θ (sites sorted by name), or a lower triangular factor
-            (dimension, dimension) of its covariance. It must be public, or computed from earlier
-            releases.
+            for each coordinate on which the likelihood depends (sites sorted by name), or a lower
+            triangular factor (dimension, dimension) of its covariance. It must be public, or
+            computed from earlier releases.
         log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of
             distance. Clip few records: clipping a twentieth of them moved the posterior of a
             Poisson regression by 1.7 standard deviations.

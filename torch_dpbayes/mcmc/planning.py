@@ -82,9 +82,9 @@ class Plan(NamedTuple):
 
         Args:
             posterior_stddev: standard deviations in unconstrained space, one for each coordinate
-                in the likelihood (moves of other latents cost nothing): a tensor (these
-                coordinates of the ``unconstrained_stddev`` of a noise-aware posterior), tensors by
-                site (of a pilot run on public data), or a number for one coordinate.
+                on which the likelihood depends (moves of others cost nothing): a tensor, tensors by
+                site, or a number for one coordinate. Use ``unconstrained_stddev`` of a noise-aware
+                posterior (only these coordinates), or a pilot run on public data.
             shaped: whether the mass matrix or the random walk will have the posterior's shape.
 
         Raises:
