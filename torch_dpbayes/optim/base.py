@@ -290,9 +290,9 @@ class PrivateOptimizer(DeclaredOptimizer):
         """Resume. The accountant must contain the charges of the saved run; an empty one copies
         them.
 
-        Equal charges of other runs do not replace them. If several copies of one state are resumed,
-        a ledger (``PrivacyAccountant(path=...)``) counts all. Accountants in memory do not: each
-        counts one copy; a log line and ``accountant.summary()`` say so.
+        Equal charges of another run do not count as those of the saved run. If you resume several
+        copies of one state, a ledger (``PrivacyAccountant(path=...)``) counts all copies. An
+        accountant in memory counts only its own; a log line and ``accountant.summary()`` say so.
 
         Raises:
             ValueError: the state belongs to another optimizer or to other parameters, or the

@@ -64,13 +64,14 @@ class DPSGFS(PrivateOptimizer):
         fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every
             step), ``"diagonal"`` for any number.
         fisher_decay: 1 − β in [0, 1).
-        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise, and above ½ the
-            step more expensive. On full batches under replace-one, values up to ½ cost nothing.
+        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and the step more
+            expensive. On full batches under replace-one, values up to ½ cost nothing.
         sensitivity_scale: F, a public positive vector of length d, for all trainable parameters in
             order, from public data or earlier releases. Gradients are clipped to ‖g/F‖ ≤ C and the
             noise is zC·F∘ξ: less for parameters whose gradients are known to be small.
-        options: as for :class:`DPSGLD`; the temperature is positive (if it is derived from the
-            noise: the highest of all groups). ``log_prior`` is refused: the step needs its Hessian.
+        options: as for :class:`DPSGLD`. The temperature is positive; if it is derived from the
+            noise, all groups get the highest one. ``log_prior`` is refused: the step needs its
+            Hessian.
 
     Raises:
         ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory;

@@ -33,8 +33,8 @@ class DPSGHMC(PrivateOptimizer):
 
     Source: Chen, Fox and Guestrin (2014), eq. (15); Li, Chen, Wang, Ren, Bai and Carin (2019) for
     its private form. The noise variance of one step is 2(1−m)·ηT/N. Some code uses (1−m²)·ηT/N,
-    which preserves only the distribution of v; the position variance is then wrong by (1+m)/2, even
-    as η → 0.
+    which preserves only the distribution of v; the position variance is then wrong by the factor
+    (1+m)/2, even as η → 0.
 
     Args:
         params, lr: as for :class:`DPSGLD`; lr is as for SGD with momentum.

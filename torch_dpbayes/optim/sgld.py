@@ -22,7 +22,7 @@ class DPSGLD(PrivateOptimizer):
     quadratic U/N of curvature κ, full batch, nothing clipped, the variance is T/(κN)·1/(1 − ηκ/2).
 
     Source: Wang, Fienberg and Smola (2015), Algorithm 2. Their (4.1) has drift η and noise variance
-    η, which samples temperature ½; here the noise variance is 2Tη/N for a drift of η on the mean.
+    η, which samples temperature ½. Here the drift is η on the mean, and the noise variance 2Tη/N.
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
@@ -38,8 +38,8 @@ class DPSGLD(PrivateOptimizer):
             always T, and ε stays below the target. A later, larger lr gives a temperature above T.
         noise_multiplier: z_min, the least noise std on the sum, in units of C.
         temperature: T of the target. 0: the sampler adds no noise of its own (plain DP-SGD). None:
-            1 if C is derived or z_min is 0, else the temperature that z_min gives,
-            :attr:`effective_temperature`. If T and C are given, the larger noise is used.
+            1 if C is derived, z_min is 0 or lr is ``"free"``, else the temperature that z_min
+            gives, :attr:`effective_temperature`. If T and C are given, the larger noise is used.
         prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
             ``"fan_in"`` for √(2/fan-in) of weights (parameters with two or more dimensions; the
             fan-in is the size of one row) and 1 of biases and norms; or a dictionary by names of
