@@ -176,8 +176,8 @@ class OnePosteriorSample:
                 features' device. For a Pyro model its arguments.
 
         Returns:
-            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM,
-            values of the latents for a Pyro model.
+            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM (``[K,
+            d]`` for a Softmax), values of the latents for a Pyro model.
 
         Raises:
             PrivacyBudgetExceeded: the draw would exceed the target or the accountant's budget.

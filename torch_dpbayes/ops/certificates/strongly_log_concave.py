@@ -45,7 +45,8 @@ class StronglyLogConcave(Asserted, ExactDraw):
 
     **Privacy.** The event is ``MuGaussianDpEvent(G/√λ)``, for an *exact* draw: the certificate
     assumes that the chain has converged. No diagnostic is computed, because it would be a release.
-    :class:`~torch_dpbayes.ops.FiniteRunLangevin` costs the same and assumes nothing.
+    With its default step size :class:`~torch_dpbayes.ops.FiniteRunLangevin` costs no more, and for
+    a GLM or a Softmax it assumes nothing.
     """
 
     max_grad_norm: float = 1.0
