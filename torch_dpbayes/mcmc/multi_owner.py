@@ -7,10 +7,10 @@ randomness, so they draw the same samples.
 
 **Who sees what.** Each owner is protected against all others together, even if they read all
 messages, share what they saw, subtract their own sums and noise, or send arbitrary numbers. For
-every θ and θ', what an owner sends is the same Gaussian mechanism. An owner's accountant charges it
-for the owner's own noise alone. The noise of the others also protects it
-against those who see only the samples, but no ε includes this. The *samples* are right only if all
-owners follow the protocol.
+every θ and θ', what an owner sends is the same Gaussian mechanism. An owner's accountant charges
+the cost under this owner's noise alone. The others' noise also protects the owner against those who
+see only the samples, but no ε includes this. The *samples* are right only if all owners follow the
+protocol.
 
 **What is not protected.** That an owner takes part; when its budget ends; how long it computes,
 which depends on the number of its records; and what is sent at set-up: settings, the sum of all

@@ -314,7 +314,8 @@ def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:
     vector = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1)
     if not len(vector) or not bool((vector.isfinite() & (vector > 0)).all()):
         raise ArgumentError(
-            "posterior_stddev must have one positive standard deviation for each coordinate of the"
-            " unconstrained space: pass a number, a tensor, or tensors by site."
+            "posterior_stddev must have one positive standard deviation for each unconstrained"
+            " coordinate on which the likelihood depends: pass a number, a tensor, or tensors by"
+            " site."
         )
     return vector

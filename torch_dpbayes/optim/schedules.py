@@ -2,7 +2,8 @@ r"""Step-size schedules that ``torch.optim.lr_scheduler`` does not have. All sch
 work with the private optimizers, too.
 
 ``OneCycleLR`` and ``CyclicLR`` also cycle the momentum of ``DPSGHMC``; its friction and noise
-change with it. For the other samplers write ``cycle_momentum=False``.
+change with it. For the other samplers, and for ``momentum="matched"``, write
+``cycle_momentum=False``.
 
 A schedule sets ``lr``, and so the sampler's own noise z_L ∝ lr^-½. Each step is charged for z =
 max(z_L, ``noise_multiplier``) at its lr, and the accountant composes the different z. Steps with

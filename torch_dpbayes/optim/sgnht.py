@@ -35,7 +35,7 @@ class DPSGNHT(PrivateOptimizer):
     z²C²/(2TB²) for the Gaussian noise, plus what isotropic minibatch noise needs. So larger privacy
     noise does not raise the temperature, as long as α* ≤ 1. α starts at α*. All groups have the
     same α; their kinetic terms add up. The step is stable on a quadratic of curvature κ while ηκ <
-    2(2−α*). α stays below 1.2: otherwise the drift from a far start could make the step unstable.
+    2(2−α*). α is at most 1.2: otherwise the drift from a far start could make the step unstable.
 
     Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); Wang, Fienberg and Smola (2015),
     Algorithm 3. They measure the kinetic energy at the end of the step, ‖v'‖²: that samples

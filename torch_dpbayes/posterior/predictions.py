@@ -183,8 +183,8 @@ class Predictions(Chain):
                 and predicted: the model must not mix rows.
             transform: is applied before averaging, :math:`\frac1S\sum_s \mathrm{transform}(f(x;
                 \theta_s))`. By default the likelihood decides; ``torch.exp`` is for
-                log-probabilities, ``None`` for the output itself. It must keep the first dimension,
-                and needs no likelihood.
+                log-probabilities, ``None`` for the output itself. It must keep the first dimension.
+                With a transform you need no likelihood.
             forward: ``(model, batch) -> output`` if the model returns neither a tensor nor an
                 object with ``logits``, or takes its inputs in another way, such as ``lambda model,
                 batch: model(**batch[0]).logits`` for batches ``(dict, y)``.
