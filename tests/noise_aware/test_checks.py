@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from small_models import BUDGET, SHORT
 
+import torch_dpbayes as dpb
 from torch_dpbayes.density import Prior
 from torch_dpbayes.noise_aware import posterior_for_module
 from torch_dpbayes.noise_aware.checks import (
@@ -177,3 +178,21 @@ def test_a_prior_far_off_is_reported():
         found = posterior_for_module(layer, torch.zeros(2000, 1), y, **options)
     assert "NOT LIKELY" in found.guarantee() and told[0].filename == __file__
     assert found.noise_std == 1.0 and found.predict(layer, torch.zeros(7, 1)).shape == (7,)
+
+
+@pytest.mark.slow
+@pytest.mark.chance(1e-5)
+@pytest.mark.parametrize("far", [1.0, 1000.0])
+def test_a_wide_prior_is_right_or_says_that_its_draws_are_not(far):
+    """Some hundred deviations of a record from the prior's median, the search ends elsewhere."""
+    x = torch.randn(10_000, 5, dtype=torch.float64) / 4
+    x = x / x.norm(dim=1, keepdim=True).clamp(min=1)
+    weights = far * torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0], dtype=torch.float64)
+    y = x @ weights + torch.randn(len(x), dtype=torch.float64)
+    glm = dpb.ops.GLM("gaussian", prior_std=500.0, noise_std=1.0, max_feature_norm=1.0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        post = dpb.noise_aware.posterior(glm, x, y, epsilon=3.0, delta=1e-5)
+    apart = (post.mean["weights"] - weights) / post.stddev["weights"]
+    is_told = any("use a prior that is narrower" in str(each.message) for each in told)
+    assert is_told if far > 1 else float(apart.abs().max()) < 5

@@ -75,7 +75,7 @@ _LAWS = 64
 _DRAWS = 2000
 _FORECASTS = 5  # draws of the prior
 _ADVICE = (
-    "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
+    "use a prior that is narrower or has fewer modes, or more simulated records (num_simulated=)."
 )
 _MOMENTS = 160  # a run takes about as long as this number of moments of _FORECASTS releases
 

@@ -49,8 +49,10 @@ QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms: the candidates for the 
 # a larger clip bound may cost a twentieth of the width, 1.05² in variance: if a model is not quite
 # right, clipping moves the θ at which its scores sum to zero
 _SPARED = 0.10
-# standard deviation of a record's log ratio under the prior: at some thousands, searches for the
-# mode end elsewhere
+# standard deviation of a record's log ratio under the prior. If the parameters themselves are about
+# 200 deviations of a log ratio from the prior's median, simulated derivatives are too noisy, the
+# search for the mode ends elsewhere, and the draws are unreliable, which a run says. At some
+# thousands one run did not.
 _FARTHEST = 1e3
 _ROWS = 50_000  # of private records whose scores are in memory at a time
 
