@@ -32,7 +32,7 @@ from .batches.sampling_schemes import RandomAllocationSampler
 from .distributed import STEP, Ranks, require_single_process
 from .errors import ArgumentError, StateError, StepError
 from .noise import GaussianNoise, PrivateRandomness, add_gaussian, digest
-from .per_sample.derived import FixedTensors, holds_records
+from .per_sample.derived import FixedTensors, is_private
 from .per_sample.gradient_source import GradientSource
 from .per_sample.hooks import HooksGradientSource
 from .per_sample.operations import Delivery
@@ -481,7 +481,7 @@ def require_public(what: str, values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, Mapping):
             require_public(what, value.values())
-        elif isinstance(value, torch.Tensor) and holds_records(value):
+        elif isinstance(value, torch.Tensor) and is_private(value):
             raise StepError(
                 f"{what} has values computed from records, which would enter the step without"
                 " clipping and noise. Use public values or released ones",

@@ -95,6 +95,7 @@ LOSSES = {
         "loss-mixes",
         lambda out, x, y: (F.gumbel_softmax(out, dim=0) * x[:, :3]).mean(),
     ),
+    "distances to all": ("loss-mixes", lambda out, x, y: torch.cdist(out, X[:, :3]).mean()),
     "a Function": ("loss-mixes", lambda out, x, y: entropy(Scaled.apply(out), y)),
     "sparse values of a batch": ("loss-mixes", ragged),
 }
@@ -160,6 +161,12 @@ def counting():
     return net
 
 
+def with_records(records):
+    net = zoo.Of(lambda net, x: net.layer(x) + (x @ net.all.T).mean(1, True), layer=mlp())
+    net.register_buffer("all", records)
+    return net
+
+
 def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -200,6 +207,16 @@ MODELS = {
     "eval mode": ("model-eval", lambda: mlp().eval(), mlp),
     "lazy": ("model-lazy", lazy, lambda: changed(lazy(), lambda net: net(torch.zeros(2, 6)))),
     "a counter": ("model-buffer", counting, mlp),
+    "all records": (
+        "data-private",
+        lambda: with_records(X),
+        lambda: with_records(torch.ones(8, 6)),
+    ),
+    "all records, from outside": (
+        "model-map",
+        lambda: zoo.Of(lambda net, x: net.layer(x) + (x @ X.T).mean(1, True), layer=mlp()),
+        mlp,
+    ),
     "unused": ("model-unused", with_spare, lambda: with_spare(False)),
     "backward hook": ("model-backward-hook", lambda: changed(mlp(), hooked), mlp),
     "classes": ("model-output", lambda: zoo.Of(classes, layer=mlp()), mlp),

@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 from ..errors import ArgumentError, StateError
 from ..noise import digest, seeded
-from ..per_sample.derived import holds_records
+from ..per_sample.derived import OF_DATA_SET, is_private
 from ..per_sample.nested import tensors_in
 
 _Positions = range | NDArray[np.int64]
@@ -31,7 +31,6 @@ _LOOKED_AT = 64  # compared records of a data set, evenly spaced from first to l
 # A data set is registered as long as it exists. A list, which allows no weak reference, is
 # registered as long as a loader of it exists.
 _private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_PRIVATE = "_dpbayes_private_data"  # attribute of a tensor's storage
 _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
@@ -214,7 +213,7 @@ def register_private(loader: DataLoader[Any]) -> None:
     _private_loaders.add(loader)
     for part in Arrangement(loader.dataset).objects:
         if isinstance(part, Tensor) and part.layout is torch.strided:
-            setattr(part.untyped_storage(), _PRIVATE, True)
+            setattr(part.untyped_storage(), OF_DATA_SET, True)
     with contextlib.suppress(TypeError):
         _private_data[id(loader.dataset)] = loader.dataset
 
@@ -224,8 +223,7 @@ def reads_private_data(loader: Any) -> bool:
     of a private loader; or a tensor, or a part of one, in such a data set.
     """
     if isinstance(loader, Tensor):
-        is_dense = loader.layout is torch.strided
-        return holds_records(loader) or (is_dense and hasattr(loader.untyped_storage(), _PRIVATE))
+        return is_private(loader)
     if isinstance(loader, DPDataLoader) or _private_data.get(id(loader)) is loader:
         return True
     if any(loader is private.dataset for private in _private_loaders):
