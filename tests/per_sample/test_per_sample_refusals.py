@@ -14,10 +14,12 @@ from attacks import Scaled
 from helpers import assert_sum, gradients_of_records, mlp, private, sum_of
 from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
+from support import training
 from support.refusals import refused
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import Dataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError, ModelError
@@ -287,6 +289,26 @@ def test_what_errors_say_to_write_besides():
         pickle.dumps(optimizer)
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))
     private(made(), X, Y)[1].load_state_dict(state)
+
+
+class Stored(Dataset):
+    def __init__(self):
+        self.x, self.y, self.mean = torch.randn(8, 6), torch.randint(3, (8,)), torch.zeros(6)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return self.x[i] - self.mean, self.y[i]
+
+
+def test_what_a_data_set_keeps_for_each_record_is_private_its_constants_are_not():
+    data = Stored()
+    net, _, loader = training.private(mlp(), data, 8, noise_multiplier=1.0)
+    for x, y in loader:
+        entropy(net(x + data.mean), y).backward()
+        with refused("data-private"):
+            training.private(with_records(data.x), data, 8, noise_multiplier=1.0)
 
 
 def test_a_device_may_be_named_inside_a_model():

@@ -209,9 +209,16 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
 
 
 def register_private(loader: DataLoader[Any]) -> None:
-    """Register the loader, its data set, and the data set's tensors as private."""
+    """Register the loader, its data set, and the data set's tensors as private; of its attributes
+    those with a row for each record.
+    """
     _private_loaders.add(loader)
-    for part in Arrangement(loader.dataset).objects:
+    found = Arrangement(loader.dataset).objects
+    parts: list[Any] = [part for part in found if isinstance(part, Dataset)]
+    for part in parts:
+        own = getattr(part, "__dict__", {}).values()
+        found += [t for t in own if isinstance(t, Tensor) and t.shape[:1] == (len(part),)]
+    for part in found:
         if isinstance(part, Tensor) and part.layout is torch.strided:
             setattr(part.untyped_storage(), OF_DATA_SET, True)
     with contextlib.suppress(TypeError):
