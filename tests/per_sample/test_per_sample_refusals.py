@@ -419,6 +419,12 @@ def test_arguments_have_a_row_for_every_record(name):
     net(x, 2 * x)
 
 
+def test_an_argument_without_rows_is_not_the_models_fault():
+    net = zoo.Of(lambda net, x, mask: net.layer(x @ mask), layer=mlp())
+    with refused("model-input"):
+        run(net, lambda net, x, y: entropy(net(x, torch.eye(6)), y))
+
+
 @pytest.mark.parametrize("make", [BookkeepingGradientSource, HooksGradientSource])
 def test_an_input_that_would_be_trained_is_refused(make):
     """The user vouches for records, not for an encoder that gets unclipped gradients."""

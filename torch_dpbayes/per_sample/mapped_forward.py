@@ -139,10 +139,12 @@ class MappedForward(ReplacedForward):
                 raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
         targets, self._targets = self._targets, None
+        given = Nested(((*args, *(targets or ())), kwargs))
         if self.pending is not None:
+            if source.follows:  # the check would blame the model for an argument without rows
+                self._rows(given.tensors)
             pending, self.pending = self.pending, None
             pending(args, kwargs)
-        given = Nested(((*args, *(targets or ())), kwargs))
         source.begin_pass(given.tensors)
         try:
             if self.loss is not None and targets is None and not self.is_checking:
