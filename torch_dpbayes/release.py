@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.distributed import is_initialized
+from torch.overrides import TorchFunctionMode
 
 from .accounting import events
 from .accounting.accountant import PrivacyAccountant
@@ -32,7 +33,8 @@ from .batches.sampling_schemes import RandomAllocationSampler
 from .distributed import STEP, Ranks, require_single_process
 from .errors import ArgumentError, StateError, StepError
 from .noise import GaussianNoise, PrivateRandomness, add_gaussian, digest
-from .per_sample.derived import FixedTensors, holds_records
+from .per_sample.derived import FixedTensors, is_private
+from .per_sample.followed import flatten
 from .per_sample.gradient_source import GradientSource
 from .per_sample.hooks import HooksGradientSource
 from .per_sample.operations import Delivery
@@ -481,9 +483,18 @@ def require_public(what: str, values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, Mapping):
             require_public(what, value.values())
-        elif isinstance(value, torch.Tensor) and holds_records(value):
+        elif isinstance(value, torch.Tensor) and is_private(value):
             raise StepError(
                 f"{what} has values computed from records, which would enter the step without"
                 " clipping and noise. Use public values or released ones",
                 code="model-written",
             )
+
+
+class OnlyPublic(TorchFunctionMode):
+    """Refuses torch functions of private tensors, in the caller's code that a step runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        require_public("log_prior", flatten((args, kwargs))[0])
+        return func(*args, **kwargs)

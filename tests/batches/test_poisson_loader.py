@@ -237,6 +237,23 @@ def test_each_pass_looks_for_records_that_repeat():
             next(iter(loader))
 
 
+@pytest.mark.chance(4e-11)
+@pytest.mark.parametrize("is_subset", [True, False])
+def test_records_that_repeat_in_the_middle_of_a_pass_are_refused(is_subset):
+    """With 40 records at rate 1/2 a batch has two of them but with a chance of 4e-11."""
+    rows = [(x, torch.zeros(1)) for x in torch.rand(40, 1)]
+    data = Subset(rows, list(range(40))) if is_subset else rows
+    net, optimizer, loader = private(dataset=data, batch_size=20)
+    batches = iter(loader)
+    one(net, optimizer, next(batches))
+    if is_subset:
+        data.indices[1:] = [-40] * 39
+    else:
+        rows[1:] = rows[:1] * 39
+    with refused("loader-repeats"):
+        next(batches)
+
+
 # -- what is charged for stays as it was -----------------------------------------------------------
 
 

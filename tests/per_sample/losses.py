@@ -141,6 +141,7 @@ add(
     "a disabled scaler", lambda out, y: torch.amp.GradScaler("cpu", enabled=False).scale(ce(out, y))
 )
 add("log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean())
+add("by names", lambda out, y: F.nll_loss(torch.log_softmax(input=out, dim=1), target=y))
 add("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
 add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(3.0)), 1, BITS)
 

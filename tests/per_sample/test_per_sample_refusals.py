@@ -14,10 +14,12 @@ from attacks import Scaled
 from helpers import assert_sum, gradients_of_records, mlp, private, sum_of
 from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
+from support import training
 from support.refusals import refused
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import Dataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError, ModelError
@@ -95,6 +97,7 @@ LOSSES = {
         "loss-mixes",
         lambda out, x, y: (F.gumbel_softmax(out, dim=0) * x[:, :3]).mean(),
     ),
+    "distances to all": ("loss-mixes", lambda out, x, y: torch.cdist(out, X[:, :3]).mean()),
     "a Function": ("loss-mixes", lambda out, x, y: entropy(Scaled.apply(out), y)),
     "sparse values of a batch": ("loss-mixes", ragged),
 }
@@ -160,6 +163,12 @@ def counting():
     return net
 
 
+def with_records(records):
+    net = zoo.Of(lambda net, x: net.layer(x) + (x @ net.all.T).mean(1, True), layer=mlp())
+    net.register_buffer("all", records)
+    return net
+
+
 def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -200,6 +209,16 @@ MODELS = {
     "eval mode": ("model-eval", lambda: mlp().eval(), mlp),
     "lazy": ("model-lazy", lazy, lambda: changed(lazy(), lambda net: net(torch.zeros(2, 6)))),
     "a counter": ("model-buffer", counting, mlp),
+    "all records": (
+        "data-private",
+        lambda: with_records(X),
+        lambda: with_records(torch.ones(8, 6)),
+    ),
+    "all records, from outside": (
+        "model-map",
+        lambda: zoo.Of(lambda net, x: net.layer(x) + (x @ X.T).mean(1, True), layer=mlp()),
+        mlp,
+    ),
     "unused": ("model-unused", with_spare, lambda: with_spare(False)),
     "backward hook": ("model-backward-hook", lambda: changed(mlp(), hooked), mlp),
     "classes": ("model-output", lambda: zoo.Of(classes, layer=mlp()), mlp),
@@ -270,6 +289,26 @@ def test_what_errors_say_to_write_besides():
         pickle.dumps(optimizer)
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))
     private(made(), X, Y)[1].load_state_dict(state)
+
+
+class Stored(Dataset):
+    def __init__(self):
+        self.x, self.y, self.mean = torch.randn(8, 6), torch.randint(3, (8,)), torch.zeros(6)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return self.x[i] - self.mean, self.y[i]
+
+
+def test_what_a_data_set_keeps_for_each_record_is_private_its_constants_are_not():
+    data = Stored()
+    net, _, loader = training.private(mlp(), data, 8, noise_multiplier=1.0)
+    for x, y in loader:
+        entropy(net(x + data.mean), y).backward()
+        with refused("data-private"):
+            training.private(with_records(data.x), data, 8, noise_multiplier=1.0)
 
 
 def test_a_device_may_be_named_inside_a_model():
@@ -378,6 +417,12 @@ def test_arguments_have_a_row_for_every_record(name):
     source.discard(())
     x = deliver(torch.randn(4, 6), 4)
     net(x, 2 * x)
+
+
+def test_an_argument_without_rows_is_not_the_models_fault():
+    net = zoo.Of(lambda net, x, mask: net.layer(x @ mask), layer=mlp())
+    with refused("model-input"):
+        run(net, lambda net, x, y: entropy(net(x, torch.eye(6)), y))
 
 
 @pytest.mark.parametrize("make", [BookkeepingGradientSource, HooksGradientSource])

@@ -423,6 +423,22 @@ class Adjusted(torch.utils.data.Dataset):
         return self.x[index] - self.mean, self.y[index]
 
 
+@pytest.mark.parametrize("at", ["x", "y"])
+def test_records_in_the_prior_are_refused(at):
+    data = Adjusted()
+
+    def log_prior(named):
+        return -sum((p - getattr(data, at)[0].sum()).square().sum() for p in named.values())
+
+    factory = partial(dpb.optim.DPSGLD, lr=0.1, log_prior=log_prior)
+    net, optimizer, loader = training.private(
+        mlp(), data, 10, optimizer=factory, noise_multiplier=1.0
+    )
+    with refused("model-written"):
+        one(net, optimizer, next(iter(loader)))
+    assert len(optimizer.accountant) == 0
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_values_of_a_batch_that_others_keep_are_refused(name):
     (keep, code), data, target = KEPT[name], Adjusted(), torch.zeros(())

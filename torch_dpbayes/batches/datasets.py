@@ -22,16 +22,20 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 from ..errors import ArgumentError, StateError
 from ..noise import digest, seeded
-from ..per_sample.derived import holds_records
+from ..per_sample.derived import OF_DATA_SET, is_private
 from ..per_sample.nested import tensors_in
 
 _Positions = range | NDArray[np.int64]
 
+_REPEATED = (
+    "the data set contains some records more than once (Subset, ConcatDataset or list), but epsilon"
+    " would protect one copy. Keep each record once, or pass user_ids=, the id of each record's"
+    " user."
+)
 _LOOKED_AT = 64  # compared records of a data set, evenly spaced from first to last
 # A data set is registered as long as it exists. A list, which allows no weak reference, is
 # registered as long as a loader of it exists.
 _private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_PRIVATE = "_dpbayes_private_data"  # attribute of a tensor's storage
 _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
@@ -125,12 +129,19 @@ def require_no_repeats(dataset: Any) -> None:
             continue
         together = np.sort(np.concatenate([np.asarray(part) for part in parts]))
         if (together[1:] == together[:-1]).any():
-            raise ArgumentError(
-                "the data set contains some records more than once (Subset, ConcatDataset or list),"
-                " but epsilon would protect one copy. Keep each record once, or pass user_ids=, the"
-                " id of each record's user.",
-                code="loader-repeats",
-            )
+            raise ArgumentError(_REPEATED, code="loader-repeats")
+
+
+def require_each_once(dataset: Any, positions: list[int]) -> None:
+    """The same for the records of one batch: a ``Subset`` or a list may change during a pass."""
+    found: list[Any] = positions
+    while type(dataset) is Subset:
+        at, dataset = dataset.indices, dataset.dataset
+        found = [int(at[i]) % len(dataset) for i in found]
+    if type(dataset) is list and found and not isinstance(dataset[found[0]], Number | str | None):
+        found = [id(dataset[i]) for i in found]
+    if found is not positions and len(set(found)) < len(found):
+        raise ArgumentError(_REPEATED, code="loader-repeats")
 
 
 class Arrangement:
@@ -210,11 +221,20 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
 
 
 def register_private(loader: DataLoader[Any]) -> None:
-    """Register the loader, its data set, and the data set's tensors as private."""
+    """Register the loader, its data set, and the data set's tensors as private: of its attributes
+    those with a row for each record; of a list those of the first record, which may be views of
+    all.
+    """
     _private_loaders.add(loader)
-    for part in Arrangement(loader.dataset).objects:
+    found = Arrangement(loader.dataset).objects
+    found += tensors_in(found[:1])
+    parts: list[Any] = [part for part in found if isinstance(part, Dataset)]
+    for part in parts:
+        own = getattr(part, "__dict__", {}).values()
+        found += [t for t in own if isinstance(t, Tensor) and t.shape[:1] == (len(part),)]
+    for part in found:
         if isinstance(part, Tensor) and part.layout is torch.strided:
-            setattr(part.untyped_storage(), _PRIVATE, True)
+            setattr(part.untyped_storage(), OF_DATA_SET, True)
     with contextlib.suppress(TypeError):
         _private_data[id(loader.dataset)] = loader.dataset
 
@@ -224,8 +244,7 @@ def reads_private_data(loader: Any) -> bool:
     of a private loader; or a tensor, or a part of one, in such a data set.
     """
     if isinstance(loader, Tensor):
-        is_dense = loader.layout is torch.strided
-        return holds_records(loader) or (is_dense and hasattr(loader.untyped_storage(), _PRIVATE))
+        return is_private(loader)
     if isinstance(loader, DPDataLoader) or _private_data.get(id(loader)) is loader:
         return True
     if any(loader is private.dataset for private in _private_loaders):

@@ -20,7 +20,7 @@ from ..distributed import MAKE_PRIVATE, Ranks
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..noise import fresh_generator, stream_of_key
 from ..processes import this_process
-from .datasets import Arrangement, require_no_repeats
+from .datasets import Arrangement, require_each_once, require_no_repeats
 from .poisson_sampling import MAX_RECORDS, DenseSubset, SparseSubset
 
 if TYPE_CHECKING:
@@ -298,7 +298,10 @@ class PoissonSampler(DrawSequence, UniformWithReplacementSampler):
                     self._draws.append(self._next_draw())
                 self._handed += 1
                 records = self._draws[self._handed - 1].records
-            yield records.tolist()
+            positions = records.tolist()
+            if self.drawn[1] == "records":
+                require_each_once(self._dataset, positions)
+            yield positions
 
     def left_in_pass(self) -> int:
         """The number of draws in a pass that begins now."""

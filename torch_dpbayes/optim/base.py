@@ -33,7 +33,7 @@ from ..errors import (
     StateError,
     reading_state,
 )
-from ..release import GroupGradient, Layout, Release, require_public
+from ..release import GroupGradient, Layout, OnlyPublic, Release, require_public
 from .declared import DeclaredOptimizer
 from .settings import LogPrior, fits
 
@@ -401,7 +401,8 @@ def _slopes(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
     """∇r of a ``log_prior``; :func:`_add_prior` itself computes it for the Gaussian prior."""
     with torch.enable_grad():
         named = {name: p.detach().requires_grad_() for name, p in layout.named}
-        value = log_prior(named)
+        with OnlyPublic():
+            value = log_prior(named)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ArgumentError(
                 "log_prior must return a scalar tensor, the log density of the parameters"

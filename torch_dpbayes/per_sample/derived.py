@@ -40,6 +40,7 @@ WRITTEN = (
 )
 # attributes that mark a storage
 _MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
+OF_DATA_SET = "_dpbayes_private_data"  # the memory of a private data set
 _ORDINARY = {Tensor, nn.Parameter}
 _DENSE = (torch.strided, torch.jagged)
 # Functions that return a tensor's values to Python.
@@ -166,6 +167,11 @@ def holds_records(t: Tensor) -> bool:
     was.
     """
     return hasattr(type(t), "is_of_batch") or hasattr(storage_of(t), _MARK)
+
+
+def is_private(t: Tensor) -> bool:
+    """Whether a tensor :func:`holds_records`, or shares memory with a private data set."""
+    return holds_records(t) or hasattr(storage_of(t), OF_DATA_SET)
 
 
 def _derived(found: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
 from ..noise import PrivateRandomness
-from .derived import TWICE, Derived, as_plain, derived, holds_records
+from .derived import TWICE, Derived, as_plain, derived, is_private
 
 INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
@@ -244,7 +244,7 @@ def is_constant(value: Any, batch: Batch) -> bool:
     """Whether a tensor has as many rows as the batch shows (or a multiple), all equal."""
     return (
         isinstance(value, Tensor)
-        and not holds_records(value)
+        and not is_private(value)
         and value.dim() > 0
         and len(value) > 0
         and len(value) % batch.shown == 0

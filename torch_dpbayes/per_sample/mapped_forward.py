@@ -21,7 +21,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import DPBayesError, LossError, ModelError, StepError
-from .derived import holds_records
+from .derived import is_private
 from .followed import Batch, Followed, is_constant
 from .gradient_source import COPIED
 from .nested import Nested, holds_plain_sequence, tensors_in, two_rows
@@ -139,10 +139,12 @@ class MappedForward(ReplacedForward):
                 raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
         targets, self._targets = self._targets, None
+        given = Nested(((*args, *(targets or ())), kwargs))
         if self.pending is not None:
+            if source.follows:  # the check would blame the model for an argument without rows
+                self._rows(given.tensors)
             pending, self.pending = self.pending, None
             pending(args, kwargs)
-        given = Nested(((*args, *(targets or ())), kwargs))
         source.begin_pass(given.tensors)
         try:
             if self.loss is not None and targets is None and not self.is_checking:
@@ -336,7 +338,7 @@ class MappedForward(ReplacedForward):
                 if t._batch is not batch or t._how is not None or (t._dim != 0 and t.dim() > 0):
                     raise batch.refuse(*_OTHER_INPUT)
                 rows.append(t._rows)
-            elif holds_records(t) or not (t.dim() == 0 or is_constant(t, batch)):
+            elif is_private(t) or not (t.dim() == 0 or is_constant(t, batch)):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere, numbers_outside
+from .derived import is_private
 from .followed import shape_of
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
@@ -52,6 +53,13 @@ def check_layers(module: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet: run the lazy model once on a synthetic"
                 " batch, model(torch.zeros(...)), before make_private",
                 code="model-lazy",
+            )
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if is_private(t):
+            raise ModelError(
+                f"{name!r} of the model shares memory with the private data set, so each record"
+                " would see all others: leave it out, or use a clone() of public records",
+                code="data-private",
             )
     for name, layer in module.named_modules():
         # torch's own classes only: the map checks what a subclass does

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
 from . import function_kinds as kinds
-from .derived import derived, holds_records
+from .derived import derived, holds_records, is_private
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors, two_rows
 from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once
@@ -156,7 +156,7 @@ class _Operation:
             return self._sealed()
         for value in self.others:
             self._check_constant(value)
-        is_only = len(self.followed) == 1 and self.args[0] is first
+        is_only = len(self.followed) == 1 and self._is_first(first)
         if name in kinds.TO_ELSEWHERE and is_only and first._how != "sealed":
             # memory_format does not fit rows, which have one dimension more
             options = {k: v for k, v in self.kwargs.items() if k != "memory_format"}
@@ -222,10 +222,10 @@ class _Operation:
         )
 
     def _check_constant(self, value: Tensor) -> None:
-        if holds_records(value):
+        if is_private(value):
             raise self.batch.refuse(
-                f"{self.name} gets a tensor that was computed from other records, or from several"
-                " of this batch"
+                f"{self.name} gets a tensor of the data set, or one computed from other records or"
+                " from several of this batch"
             )
         if value.requires_grad and torch.is_grad_enabled():
             raise self.batch.refuse(
@@ -238,6 +238,9 @@ class _Operation:
         if len(shapes) == 2 and shapes[1] == (*shapes[0], 1):
             return "Give both the same shape: write .squeeze(-1) after the one with more dimensions"
         return None
+
+    def _is_first(self, value: Followed) -> bool:
+        return len(self.args) > 0 and self.args[0] is value  # all may be passed by name
 
     def _is_detached(self) -> bool:
         return not torch.is_grad_enabled() or not any(f._rows.requires_grad for f in self.followed)
@@ -454,7 +457,7 @@ class _Operation:
         is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
         numbers = [v for v in self.leaves if isinstance(v, (int, float))]
         if name in kinds.PRODUCTS:
-            is_fixed = len(self.followed) == 1 and not self.others and self.args[0] is first
+            is_fixed = len(self.followed) == 1 and not self.others and self._is_first(first)
         else:
             is_fixed = all(v.dim() == 0 for v in self.others)  # torch.zeros(()) + loss
         if not (is_one and is_fixed and name in kinds.LINEAR):

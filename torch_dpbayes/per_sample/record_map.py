@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
 from ..processes import Lock
-from .derived import LOOKS, Derived, holds_records, storage_of
+from .derived import LOOKS, Derived, is_private, storage_of
 from .followed import Followed, name_of
 from .function_kinds import IN_PYTHON, flags_of, is_in_place, is_torchs
 from .memory import OfOneMap, require_seen, shared, unwrapped
@@ -540,10 +540,11 @@ def require_no_modes() -> None:
 
 
 def _require_public(outside: Tensor) -> None:
-    """Refuse a tensor computed from records of other batches, or from several of this batch."""
-    if holds_records(outside):
+    """Refuse a tensor of the data set, or one computed from other or several records."""
+    if is_private(outside):
         raise CannotBeMapped(
-            "it uses a tensor computed from other or several records: compute it from each alone"
+            "it uses a tensor of the data set, or one computed from other or several records:"
+            " compute it from each alone"
         )
 
 
