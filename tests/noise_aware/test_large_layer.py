@@ -352,7 +352,8 @@ def test_quick_draws_of_many_columns_are_as_far_from_their_mean_as_the_truth(rat
         noise = torch.randn(size, size, dtype=DOUBLE)
         released = truth + noise_std * (noise + noise.T) / 2
         basis = torch.linalg.eigh(released)[1]
-        draws = basis.T @ quick_gram_draws([Look(released, noise_std)], 16) @ basis
+        look = Look(released, noise_std, torch.eye(size, dtype=DOUBLE))
+        draws = basis.T @ quick_gram_draws([look], 16) @ basis
         apart = basis.T @ truth @ basis - draws.mean(0)
         errors.append(apart.square().sum(0))
         spreads.append(draws.var(0).sum(0))
@@ -376,7 +377,7 @@ def test_draws_of_few_columns_do_not_tell_what_noise_hides():
     Its mean over 40 draws had a deviation of .01.
     """
     released = torch.diag(torch.tensor([0.95, 0.05], dtype=DOUBLE))
-    draws = quick_gram_draws([Look(released, 0.1)], 64)
+    draws = quick_gram_draws([Look(released, 0.1, torch.eye(2, dtype=DOUBLE))], 64)
     assert float(torch.linalg.eigvalsh(draws)[:, 0].mean()) < 0.1
 
 
