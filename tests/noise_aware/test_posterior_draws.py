@@ -132,7 +132,7 @@ def tied():
 
 def weighted():
     weights("a")
-    with pyro.poutine.scale(scale=4.0):
+    with pyro.poutine.scale(scale=torch.tensor([1.0, 4.0])), pyro.plate("two", 2):
         weights("b")
 
 
