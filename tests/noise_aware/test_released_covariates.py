@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from small_models import linear, records_of
+from small_models import assert_like, linear, records_of
 from support.pyro_models import gaussian, weights
 
 import torch_dpbayes as dpb
@@ -177,11 +177,8 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(looks):
     weights = log_p.softmax(0)
     entries = exact.flatten(1).T[[0, 1, 3]]
     for own, exact in zip(gram_draws(looks, 960).flatten(1).T[[0, 1, 3]], entries):
-        mean = float(weights @ exact)
-        std = math.sqrt(float(weights @ (exact - mean).square()))
         # draws one trajectory apart are worth a fifth and more
-        assert float(own.mean()) == pytest.approx(mean, abs=0.30 * std)
-        assert float(own.std()) == pytest.approx(std, rel=0.30)
+        assert_like(own, exact, weights, of_mean=0.30, of_std=0.30)
 
 
 @pytest.mark.chance(4e-3)
@@ -195,10 +192,7 @@ def test_draws_for_a_single_column_are_those_of_its_posterior():
     weights = (prior - (log.exp() - released).square() / (2 * noise**2)).softmax(0)
     found = gram_draws([Look(torch.tensor([[released]]), noise, torch.eye(1))], 960).flatten()
     for own, exact in ((found, log.exp()), (found.log().clamp_min(least), log.clamp_min(least))):
-        mean = float(weights @ exact)
-        std = math.sqrt(float(weights @ (exact - mean).square()))
-        assert float(own.mean()) == pytest.approx(mean, abs=0.30 * std)
-        assert float(own.std()) == pytest.approx(std, rel=0.30)
+        assert_like(own, exact, weights, of_mean=0.30, of_std=0.30)
 
 
 @pytest.mark.chance(1e-6)  # at most: chi-squared with 10 degrees of freedom is above 60
@@ -228,10 +222,7 @@ def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
     log_p = -numbers * log_s - total / (2 * (2 * log_s).exp()) - size * (2 * log_s).exp() / wide
     weights = (log_p + log_s - (m + math.log(size)).square() / (2 * wide)).softmax(0)
     for own, exact in ((square.log() / 2, log_s), (level, m)):
-        mean = float(weights @ exact)
-        std = math.sqrt(float(weights @ (exact - mean).square()))
-        assert float(own.mean()) == pytest.approx(mean, abs=5 * std / math.sqrt(2000))
-        assert float(own.std()) == pytest.approx(std, rel=0.15)
+        assert_like(own, exact, weights, of_mean=5 / math.sqrt(2000), of_std=0.15)
     together = float(weights @ (log_s * m)) - float(weights @ log_s) * float(weights @ m)
     assert float(torch.cov(torch.stack([square.log() / 2, level]))[0, 1]) == pytest.approx(
         together, abs=5 * 1.5 * float(level.std()) * float(square.log().std()) / 2 / math.sqrt(2000)

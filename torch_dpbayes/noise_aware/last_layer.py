@@ -259,7 +259,6 @@ class _Law:
         self.releases: list[Release] = []
 
     def add(self, release: Release) -> None:
-        """Add a release."""
         bound = float(self._scale[0] / release.whitening[0])
         means = self._expected(release.theta.float())
         norms = (means.square().sum(0) - 2 * means + 1).clamp_min(0.0).sqrt() * self._lengths
