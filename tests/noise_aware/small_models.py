@@ -1,7 +1,12 @@
-"""Small models that the tests of noise-aware posteriors share, and how their records are read."""
+"""Small models that the tests of noise-aware posteriors share, how their records are read, and
+how draws are compared with a grid.
+"""
+
+import math
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from support.pyro_models import gaussian, weights
 
@@ -35,3 +40,16 @@ def grouped(x, g, y):
 
 def grouped_data(n=500):
     return torch.randn(n, 2), torch.randint(3, (n,)), torch.randint(2, (n,)).double()
+
+
+def moments_of(values, weights):
+    """The mean and the deviation of values of these weights, which add up to 1."""
+    mean = float(weights @ values)
+    return mean, math.sqrt(float(weights @ (values - mean).square()))
+
+
+def assert_like(draws, values, weights, *, of_mean, of_std):
+    """Draws have the mean and the deviation of a grid, up to these shares of the deviation."""
+    mean, std = moments_of(values, weights)
+    assert float(draws.mean()) == pytest.approx(mean, abs=of_mean * std)
+    assert float(draws.std()) == pytest.approx(std, rel=of_std)

@@ -346,42 +346,34 @@ def test_a_budget_that_is_too_small_gives_the_prior_and_says_so():
     assert found.mean["w"].tolist() == pytest.approx([0.0, 0.0], abs=0.28)
 
 
-@pytest.mark.parametrize(
-    ("kind", "call", "advice"),
-    [
-        (ArgumentTypeError, of_large_layer(SOFTMAX, X, LABELS, num_draws=3), "use epsilon, delta"),
-        (ArgumentTypeError, call(dpb.noise_aware.plan, logistic, X, Y, max_grad_norm=1), "use eps"),
-        (
-            ArgumentError,
-            of_large_layer(nn.Linear(300, 2), torch.zeros(2, 300), LABELS[:2], max_grad_norm=1.0),
-            "leave out max_grad_norm=",
-        ),
-        (
-            ArgumentError,
-            call(posterior, dpb.ops.GLM(max_feature_norm=1e7), X, Y),
-            "pass the norm that most rows have",
-        ),
-        (ArgumentError, of_layer(NET, X, Y, max_feature_norm=1e7), "pass the norm that most rows"),
-        (ArgumentError, of_logistic(max_feature_norm=1e7), "pass the norm that most rows"),
-        (ArgumentError, of_logistic(max_feature_norm=1e7, constant_columns=[0]), "pass the norm"),
-        (ArgumentError, of_logistic(covariates=X * 1e7), "divide them by a public constant"),
-        (
-            ArgumentError,
-            call(sufficient_statistics, REGRESSION, X, Y),
-            "pass the norm that most rows have",
-        ),
-        (
-            ArgumentError,
-            of_large_layer(nn.Linear(2, 20).double(), X, LABELS, max_feature_norm=1e7),
-            "pass the norm that most rows have",
-        ),
+LONG = {"max_feature_norm": 1e7}
+SAID = {
+    "use epsilon, delta": [
+        of_large_layer(SOFTMAX, X, LABELS, num_draws=3),
+        call(dpb.noise_aware.plan, logistic, X, Y, max_grad_norm=1),
     ],
+    "leave out max_grad_norm=": [
+        of_large_layer(nn.Linear(300, 2), torch.zeros(2, 300), LABELS[:2], max_grad_norm=1.0)
+    ],
+    "divide them by a public constant": [of_logistic(covariates=X * 1e7)],
+    "pass the norm that most rows have": [
+        call(posterior, dpb.ops.GLM(**LONG), X, Y),
+        of_layer(NET, X, Y, **LONG),
+        of_logistic(**LONG),
+        of_logistic(**LONG, constant_columns=[0]),
+        call(sufficient_statistics, REGRESSION, X, Y),
+        of_large_layer(nn.Linear(2, 20).double(), X, LABELS, **LONG),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("advice", "k"), [(said, k) for said in SAID for k in range(len(SAID[said]))]
 )
-def test_a_refusal_says_what_to_write(kind, call, advice):
-    door, args, options = call
-    with pytest.raises(kind, match=advice) as caught:
+def test_a_refusal_says_what_to_write(advice, k):
+    door, args, options = SAID[advice][k]
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=advice):
         door(*args, **options | {"accountant": held(1.0, 1e-5)})
-    assert caught.value.code == kind.code
 
 
 @pytest.mark.usefixtures("few_draws")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from small_models import linear, records_of
+from small_models import assert_like, linear, records_of
 from support.pyro_models import gaussian, weights
 
 import torch_dpbayes as dpb
@@ -142,7 +142,8 @@ def test_constant_columns_are_set_and_do_not_count():
 # -- the release's own noise -----------------------------------------------------------------------
 
 
-ONE_LOOK = [Look(torch.tensor([[1.0, 0.2], [0.2, 0.3]]).double(), 0.3)]
+EYE = torch.eye(2, dtype=torch.float64)
+ONE_LOOK = [Look(torch.tensor([[1.0, 0.2], [0.2, 0.3]]).double(), 0.3, EYE)]
 WHITENING = torch.tensor([[0.8, 0.3], [-1.0, 2.5]]).double()
 LATER = Look(torch.tensor([[0.7, 0.1], [0.1, 1.0]]).double(), 0.2, WHITENING)
 
@@ -172,16 +173,12 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(looks):
     axis = torch.stack([-angle.sin(), angle.cos()], 1)
     exact = first + small.exp()[:, None, None] * axis[:, :, None] * axis[:, None]
     for released, noise, onto in looks:
-        seen = exact if onto is None else onto @ exact @ onto.T
-        log_p = log_p - (seen - released).square().sum((1, 2)) / (2 * noise**2)
+        log_p = log_p - (onto @ exact @ onto.T - released).square().sum((1, 2)) / (2 * noise**2)
     weights = log_p.softmax(0)
     entries = exact.flatten(1).T[[0, 1, 3]]
     for own, exact in zip(gram_draws(looks, 960).flatten(1).T[[0, 1, 3]], entries):
-        mean = float(weights @ exact)
-        std = math.sqrt(float(weights @ (exact - mean).square()))
         # draws one trajectory apart are worth a fifth and more
-        assert float(own.mean()) == pytest.approx(mean, abs=0.30 * std)
-        assert float(own.std()) == pytest.approx(std, rel=0.30)
+        assert_like(own, exact, weights, of_mean=0.30, of_std=0.30)
 
 
 @pytest.mark.chance(4e-3)
@@ -193,19 +190,17 @@ def test_draws_for_a_single_column_are_those_of_its_posterior():
     prior = -s.square() / wide - log[:, None].square() / (2 * (s.square() + wide))
     prior = (prior - (s.square() + wide).log() / 2).logsumexp(1)
     weights = (prior - (log.exp() - released).square() / (2 * noise**2)).softmax(0)
-    found = gram_draws([Look(torch.tensor([[released]]), noise)], 960).flatten()
+    found = gram_draws([Look(torch.tensor([[released]]), noise, torch.eye(1))], 960).flatten()
     for own, exact in ((found, log.exp()), (found.log().clamp_min(least), log.clamp_min(least))):
-        mean = float(weights @ exact)
-        std = math.sqrt(float(weights @ (exact - mean).square()))
-        assert float(own.mean()) == pytest.approx(mean, abs=0.30 * std)
-        assert float(own.std()) == pytest.approx(std, rel=0.30)
+        assert_like(own, exact, weights, of_mean=0.30, of_std=0.30)
 
 
 @pytest.mark.chance(1e-6)  # at most: chi-squared with 10 degrees of freedom is above 60
 def test_draws_given_little_noise_are_near_the_release():
     """The chain started 10,000 deviations away, and stayed far away."""
     released, noise = torch.diag(torch.tensor([0.7, 0.1, 0.01, 0.001])), 1e-5
-    misfit = (gram_draws([Look(released, noise)], 3) - released).square().sum((1, 2)) / noise**2
+    drawn = gram_draws([Look(released, noise, torch.eye(4))], 3)
+    misfit = (drawn - released).square().sum((1, 2)) / noise**2
     assert bool((misfit < 60).all())
 
 
@@ -213,7 +208,7 @@ def test_a_gram_matrix_moves_with_its_level(monkeypatch):
     settings = torch.full((4, 1, 1), -2.0), torch.full((4, 1, 1), 1e-2)
     monkeypatch.setitem(gram_draws.__globals__, "_hyperparameters", lambda _: settings)
     monkeypatch.setitem(gram_draws.__globals__, "_FACTOR", 0.0)  # the spread does not move alone
-    found = gram_draws([Look(torch.eye(2), 100.0)], 3).diagonal(dim1=1, dim2=2)
+    found = gram_draws([Look(torch.eye(2), 100.0, torch.eye(2))], 3).diagonal(dim1=1, dim2=2)
     assert bool((found.log() + 2).abs().max() < 1.0)  # the chain starts at log 100, 6.6 away
 
 
@@ -227,10 +222,7 @@ def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
     log_p = -numbers * log_s - total / (2 * (2 * log_s).exp()) - size * (2 * log_s).exp() / wide
     weights = (log_p + log_s - (m + math.log(size)).square() / (2 * wide)).softmax(0)
     for own, exact in ((square.log() / 2, log_s), (level, m)):
-        mean = float(weights @ exact)
-        std = math.sqrt(float(weights @ (exact - mean).square()))
-        assert float(own.mean()) == pytest.approx(mean, abs=5 * std / math.sqrt(2000))
-        assert float(own.std()) == pytest.approx(std, rel=0.15)
+        assert_like(own, exact, weights, of_mean=5 / math.sqrt(2000), of_std=0.15)
     together = float(weights @ (log_s * m)) - float(weights @ log_s) * float(weights @ m)
     assert float(torch.cov(torch.stack([square.log() / 2, level]))[0, 1]) == pytest.approx(
         together, abs=5 * 1.5 * float(level.std()) * float(square.log().std()) / 2 / math.sqrt(2000)

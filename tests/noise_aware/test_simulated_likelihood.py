@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import integrate, stats
-from small_models import linear, records_of
+from small_models import linear, moments_of, records_of
 from support.pyro_models import gaussian, weights
 
 from torch_dpbayes.density.program import Program
@@ -366,13 +366,9 @@ def test_tau_of_levels_that_are_not_centred_has_its_posterior():
     law = torch.distributions.MultivariateNormal((mu[:, None] - 1) * OF_LEVEL.sum(1), own[:, None])
     log_p = law.log_prob(OF_LEVEL @ (LEVEL - 1)) - mu.square() / 2 - (log_tau[:, None] + 1) ** 2 / 2
     p = log_p.flatten().softmax(0).reshape(log_p.shape).sum(1)
-    mean = float(p @ log_tau)
-    std = math.sqrt(float(p @ (log_tau - mean).square()))
-    drawn = found.theta[:, 1]
-    middle = float(found.weights @ drawn)
-    assert middle == pytest.approx(mean, abs=5 * std / math.sqrt(found.effective))
-    own_std = math.sqrt(float(found.weights @ (drawn - middle).square()))
-    assert own_std == pytest.approx(std, rel=0.25)
+    (mean, std), own = moments_of(log_tau, p), moments_of(found.theta[:, 1], found.weights)
+    assert own[0] == pytest.approx(mean, abs=5 * std / math.sqrt(found.effective))
+    assert own[1] == pytest.approx(std, rel=0.25)
 
 
 def test_terms_of_many_parameters_where_vmap_cannot_and_where_one_fails():

@@ -193,7 +193,7 @@ def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
 
 
 def note_mode(left: float) -> list[str]:
-    """Warn if the search for the mode ended many posterior deviations (``left``) before it."""
+    """Say if the search for the mode ended many posterior deviations (``left``) before it."""
     if left <= LONGEST_MOVE:
         return []
     return [f"  NOT SURE    the mode was not reached: its search ended {left:.0f} deviations away"]

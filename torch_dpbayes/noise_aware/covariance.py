@@ -45,7 +45,7 @@ from ..accounting.events import GaussianDpEvent
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise, check_positive
 from .hamiltonian import States, trajectory
-from .records import shorten
+from .records import short
 
 _ROWS = 2_000
 _DECADE = math.log(10.0)  # τ₀
@@ -188,14 +188,13 @@ def with_symmetric_noise(exact: Tensor, std: float) -> Tensor:
 
 def _second_moments(x: Tensor, max_norm: float) -> Tensor:
     """The sum over scaled-down records, in units of ``max_norm``². Private data."""
-    size, positions = x.shape[-1], math.prod(x.shape[1:-1])
+    size = x.shape[-1]
     total = torch.zeros(size, size, dtype=torch.float64, device=x.device)
     for rows in x.split(_ROWS):
-        records = rows.double().reshape(len(rows), positions, size) / max_norm
-        squares = records.square().sum((1, 2), keepdim=True)
-        short = torch.where(squares.isfinite(), records * shorten(squares, 1.0), 0.0)
-        flat = short.flatten(0, 1)
-        total += flat.T @ flat
+        records = rows.double().flatten(1) / max_norm
+        is_finite = records.square().sum(1, keepdim=True).isfinite()
+        positions = torch.where(is_finite, short(records), 0.0).reshape(-1, size)
+        total += positions.T @ positions
     return total
 
 
@@ -207,7 +206,7 @@ class Look(NamedTuple):
 
     released: Tensor  # Y
     noise_std: float  # v, of E's diagonal
-    onto: Tensor | None = None  # A; None: the identity
+    onto: Tensor  # A
 
 
 def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
@@ -217,13 +216,13 @@ def gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     released, noise_std, onto = looks[-1]
     size, eye = len(released), torch.eye(len(released), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(released)
-    back = vectors if onto is None else torch.linalg.solve(onto, vectors)
+    back = torch.linalg.solve(onto, vectors)
     values, vectors = torch.linalg.eigh((back * values.clamp_min(noise_std)) @ back.T)
     logs = values.clamp_min(torch.finfo(torch.float64).tiny).log()
     level = logs.mean().expand(_CHAINS, 1, 1)
     square = (logs.var(correction=0) + 1 / size**2).expand(_CHAINS, 1, 1)
     at_start = torch.diag(logs.exp())
-    given = [((vectors if a is None else a @ vectors) / v**0.5, y / v) for y, v, a in looks]
+    given = [(a @ vectors / v**0.5, y / v) for y, v, a in looks]
     pull_at_start = sum(a.T @ (a @ at_start @ a.T - y) @ a for a, y in given)
     squares = [a.T @ a for a, _ in given]
     curvature = _derivative(logs).square() * sum(
@@ -308,7 +307,7 @@ def quick_gram_draws(looks: Sequence[Look], count: int) -> Tensor:
     result = scale[:, :, None] * result * scale[:, None]
     middle = result.mean(0)
     result = result + (torch.diag(middle.diagonal()) - middle)
-    back = vectors if onto is None else torch.linalg.solve(onto, vectors)
+    back = torch.linalg.solve(onto, vectors)
     return back @ result @ back.T
 
 

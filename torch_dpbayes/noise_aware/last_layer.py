@@ -182,7 +182,7 @@ def posterior_of_large_layer(
         law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
             law.settle(law.near(point, _SETTLED))
-            point = law.mode(point, _MODE_STEPS, is_full=True)
+            point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
     kept = min(_KEPT, _WEIGHTS_KEPT // point.numel())
     states = _chains(law, point, _CHAINS, kept)
@@ -259,7 +259,6 @@ class _Law:
         self.releases: list[Release] = []
 
     def add(self, release: Release) -> None:
-        """Add a release."""
         bound = float(self._scale[0] / release.whitening[0])
         means = self._expected(release.theta.float())
         norms = (means.square().sum(0) - 2 * means + 1).clamp_min(0.0).sqrt() * self._lengths
@@ -360,20 +359,20 @@ class _Law:
         parameters of W (Spiegelhalter et al. 2002, "Bayesian measures of model complexity and
         fit").
         """
-        point = self.mode(point, _CHECKED_STEPS, is_full=True)
+        point = self.mode(point, _CHECKED_STEPS)
         square = 2 * float(self.potential(point[None].float(), is_full=True)[0])
         square -= self._precision * float(point.square().sum())
         return float(chi2.sf(square, self._values.numel() - self._effective))
 
-    def mode(self, point: Tensor, steps: int, *, is_full: bool = False) -> Tensor:
+    def mode(self, point: Tensor, steps: int) -> Tensor:
         """Minimise the potential by scaled steps, which are halved if it increases."""
         at, length = point[None].float(), 1.0
-        value, slope = self.potential(at, is_full=is_full)
+        value, slope = self.potential(at, is_full=True)
         for _ in range(steps):
             step = -self.unscaled(self.scaled(slope))
             added = float((step @ self._x).square().mean().sqrt())
             moved = at + min(length, _LONGEST / max(added, 1e-9)) * step
-            own_value, own_slope = self.potential(moved, is_full=is_full)
+            own_value, own_slope = self.potential(moved, is_full=True)
             if float(own_value) < float(value):
                 at, value, slope, length = moved, own_value, own_slope, min(1.5 * length, 1.0)
             else:

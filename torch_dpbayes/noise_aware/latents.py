@@ -49,9 +49,10 @@ class Latents:
         self.prior, self.read = prior, read
         with public_randomness(), without_value_checks():
             sites = prior.trace().nodes
-            is_weighted = any(sites[name]["scale"] != 1 for name in prior.transforms)
             self.is_hierarchical = (
-                bool(prior.factors) or is_weighted or not prior.are_sites_independent()
+                bool(prior.factors)
+                or any(_is_weighted(sites[name]) for name in prior.transforms)
+                or not prior.are_sites_independent()
             )
         self.draws = self.sample(_DRAWS)
         self.median = self.draws.quantile(0.5, 0)
@@ -167,11 +168,11 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
     with public_randomness(), without_value_checks(), torch.no_grad():
         sites = trace_at(prior.run, values, (), {}).nodes
     for name, own in prior.unflatten(information.to(prior.device, prior.dtype)).items():
-        weight, law = sites[name]["scale"], sites[name]["fn"]
+        law = sites[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
         # poutine.scale weights the site itself, not its new coordinates
-        if not (hasattr(law, "loc") and hasattr(law, "scale") and weight == 1):
+        if _is_weighted(sites[name]) or not (hasattr(law, "loc") and hasattr(law, "scale")):
             continue
         share = own * law.scale.square()
         if isinstance(law, LogNormal):
@@ -182,6 +183,11 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
         elif law.support is constraints.real:
             found[name] = LocScaleReparam(share / (1 + share))
     return found
+
+
+def _is_weighted(site: dict[str, Any]) -> bool:
+    """Whether poutine.scale changes the density, by a number or a tensor."""
+    return bool((torch.as_tensor(site["scale"]) != 1).any())
 
 
 def _correlations(draws: Tensor) -> Tensor:

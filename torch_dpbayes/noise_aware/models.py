@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -37,15 +37,15 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
     """
     if isinstance(model, Softmax):
         scales = torch.full((model.num_classes, num_columns), model.prior_std, dtype=torch.float64)
-        return partial(_linear_model, "categorical", scales, ())
+        return partial(_linear_model, "categorical", scales, 1.0, None)
     precision = model.prior_precision.expand(num_columns)
     if not bool((precision > 0).all()):
         raise ArgumentError(
             "the prior is improper (prior_std is infinite), but the posterior is the prior if"
             " noise hides the data. Pass prior_std=."
         )
-    of_target = model.noise_std, model.max_count
-    return partial(_linear_model, model.family, precision.rsqrt().clone(), of_target)
+    scales = precision.rsqrt().clone()
+    return partial(_linear_model, model.family, scales, model.noise_std, model.max_count)
 
 
 def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,16 +59,19 @@ def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple
     return features, targets
 
 
-def law_of(family: str, output: Tensor, std: Any = 1.0, max_count: float | None = None) -> Any:
-    """The law of a target given a linear predictor ``[n]``, or one for each class ``[n, K]``."""
+def _observe(family: str, output: Tensor, std: Any, max_count: Any, targets: Tensor) -> None:
+    """Observe targets given linear predictors ``[n]``, or one for each class ``[n, K]``."""
+    law: Any
     if family == "categorical":
-        return dist.Categorical(logits=output)
-    if family == "bernoulli":
-        return dist.Bernoulli(logits=output)
-    if family == "poisson":
-        assert max_count is not None
-        return ClampedPoisson(output.clamp(max=_LARGEST_LOG_RATE).exp(), max_count)
-    return dist.Normal(output, std)
+        law = dist.Categorical(logits=output)
+    elif family == "bernoulli":
+        law = dist.Bernoulli(logits=output)
+    elif family == "poisson":
+        law = ClampedPoisson(output.clamp(max=_LARGEST_LOG_RATE).exp(), max_count)
+    else:
+        law = dist.Normal(output, std)
+    with pyro.plate("data", len(targets)):
+        pyro.sample("targets", law.to_event(len(law.batch_shape) - 1), obs=targets)
 
 
 class ClampedPoisson(dist.Poisson):
@@ -94,14 +97,13 @@ class ClampedPoisson(dist.Poisson):
 
 
 def _linear_model(
-    family: str, prior_std: Tensor, of_target: Sequence[Any], features: Tensor, targets: Tensor
+    family: str, prior_std: Tensor, std: Any, max_count: Any, features: Tensor, targets: Tensor
 ) -> None:
     """A Pyro model with the site ``"weights"``: ``[d]``, or ``[K, d]`` for K classes."""
     scale = prior_std.to(features)
     prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
     output = features @ pyro.sample("weights", prior).movedim(-1, 0)
-    with pyro.plate("data", len(targets)):
-        pyro.sample("targets", law_of(family, output, *of_target), obs=targets)
+    _observe(family, output, std, max_count, targets)
 
 
 # -- the last layer of a network -------------------------------------------------------------------
@@ -197,6 +199,4 @@ class LastLayer:
             std = (output[:, 1] / 2).exp()
         if self.likelihood != "categorical" and output.shape[1] < 3:
             output = output[:, 0]
-        law = law_of(self.likelihood, output, std)
-        with pyro.plate("data", len(targets)):
-            pyro.sample("targets", law.to_event(len(law.batch_shape) - 1), obs=targets)
+        _observe(self.likelihood, output, std, None, targets)

@@ -198,11 +198,7 @@ class ModelRecords:
         for number, row in covariates.items():
             rows[number] = row
         for _ in self._observed_sites:  # one site may read the argument of another
-            drawn = self._draw(theta, rows, seed)
-            is_same = all(torch.equal(drawn[k], rows[k]) for k in self._observed_sites)
-            rows = drawn
-            if is_same:
-                break
+            rows = self._draw(theta, rows, seed)
         return self.density.with_rows(rows)
 
     def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
@@ -291,13 +287,9 @@ class ModelRecords:
 def scores(records: ModelRecords, density: RecordDensity, theta: Tensor) -> Tensor:
     """u(x; θ) of every record, ``[n, d]`` in float64; 0 if it or the density is not finite."""
     point = theta.to(density.prior.device, density.prior.dtype)
-    found = density.gradients(point)
-    if len(records.read) < found.shape[1]:
-        found = found[:, records.read]
+    found = density.gradients(point)[:, records.read]
     sound = density.log_likelihoods(point).isfinite()
-    if not bool(sound.all()):
-        found = torch.where(sound[:, None], found, 0.0)
-    return found.cpu()
+    return torch.where(sound[:, None], found, 0.0).cpu()
 
 
 def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
@@ -312,9 +304,7 @@ def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
 
 def clipped(found: Tensor, whitening: Tensor) -> Tensor:
     """clip₁ of every row times ``whitening``, with a margin for rounding."""
-    white = found @ whitening.T
-    factors = shorten(white.square().sum(1), 1.0)
-    return white.mul_(factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+    return short(found @ whitening.T).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _is_same_data(value: Tensor, row: Tensor) -> bool:

@@ -312,11 +312,9 @@ class _OfFamily(Likelihood):
         super().__init__(fit, latents.read, num_data, release.value, noise, fit.moments, laws)
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """The log density of every row."""
         return self._of_rows(theta, vmap(self.moments))[0]
 
     def moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and covariance."""
         values = self._latents.constrain(theta)
         mean, covariance = self._model.moments(self._model.natural_parameters(values).double())
         bound = self._model.max_statistic_norm
@@ -331,7 +329,6 @@ class _OfFamily(Likelihood):
         return None, Moments(mean, jacobian, covariance, 0 * covariance, information, control)
 
     def moved(self, theta: Tensor, step: Tensor) -> Tensor:
-        """θ + step."""
         return theta + step
 
 
