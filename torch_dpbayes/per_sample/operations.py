@@ -227,11 +227,6 @@ class _Operation:
         )
 
     def _check_constant(self, value: Tensor) -> None:
-        if holds_records(value):
-            raise self.batch.refuse(
-                f"{self.name} gets a tensor that was computed from other records, or from several"
-                " of this batch"
-            )
         if value.requires_grad and torch.is_grad_enabled():
             raise self.batch.refuse(
                 f"{self.name} gets a tensor outside the model that requires grad", "loss-outside"

@@ -546,9 +546,7 @@ def require_no_modes() -> None:
 def _require_public(outside: Tensor) -> None:
     """Refuse a tensor computed from records of other batches, or from several of this batch."""
     if holds_records(outside):
-        raise CannotBeMapped(
-            "it uses a tensor computed from other or several records: compute it from each alone"
-        )
+        raise CannotBeMapped("it uses a tensor of other or several records: compute it from each")
 
 
 def _outside(func: Any, values: Iterable[Any], own: OfOneMap) -> list[Tensor]:
