@@ -206,8 +206,6 @@ def ways_to_pass(
         return [tuple(batch[:k]) for k in range(max(1, len(batch) - 1), 0, -1)]
     by_name = {k: v for k, v in batch.items() if isinstance(k, str) and [*tensors_in(v)]}
     inputs = {k: v for k, v in by_name.items() if k not in TARGETS}
-    if inputs == by_name:
-        inputs = dict(list(by_name.items())[:-1])
     named = (inputs,) if is_loss_apart else (by_name, inputs)
     taken = (named_inputs(module, given) for given in named)
     return [*((Keywords(given),) for given in taken if given), (batch,)]
