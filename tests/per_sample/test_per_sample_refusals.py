@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import Dataset
+from torchvision.ops import generalized_box_iou, generalized_box_iou_loss
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError, ModelError
@@ -182,6 +183,12 @@ def head():
     return nn.Linear(6, 3)
 
 
+def with_start(function):
+    net = zoo.Of(function, layer=mlp())
+    net.register_buffer("start", torch.zeros(3))
+    return net
+
+
 def keeping(net, x):
     net.__dict__["kept"] = net.layer(x)
     return net.kept
@@ -231,6 +238,11 @@ MODELS = {
     ),
     "max_norm": ("model-map", lambda: Words(max_norm=1.0), Words),
     "kept": ("model-kept", lambda: zoo.Of(keeping, layer=mlp()), mlp),
+    "a state that all share": (
+        "model-map",
+        lambda: with_start(lambda net, x: net.start.clone()[None].add_(net.layer(x))),
+        lambda: with_start(lambda net, x: net.start + net.layer(x)),
+    ),
     "a function in TorchScript": ("model-kept", with_traced_function, mlp),
     "torch.cond": (
         "model-map",
@@ -238,6 +250,10 @@ MODELS = {
         lambda: zoo.Of(chosen, layer=mlp()),
     ),
 }
+
+
+def boxes(net, x, y):
+    return generalized_box_iou_loss(net(x)[:, [0, 0, 1, 2]], x[:, :4], reduction="mean")
 
 
 def of_loss(code, loss):
@@ -249,6 +265,9 @@ REFUSED = {
     **{name: (code, lambda make=make: run(make())) for name, (code, make, _) in MODELS.items()},
     "loss= with a loss of the loop": ("loss-twice-given", partial(run, loss=entropy)),
     "loss= that gives a vector": ("loss-vector", given(lambda out, y: out[0])),
+    "loss= of the output alone": ("argument-type", given(lambda out: out.sum())),
+    "private_loss without loss=": ("argument", given(None)),
+    "torchvision's loss of boxes": ("loss-mixes", partial(run, loop=boxes)),
     "BatchNorm, which hooks would not see": ("model-layer", lambda: run(batch_norm(), **HOOKS)),
     "hooks on whole batches": ("model-vouch", partial(run, grad_sample_mode="hooks")),
     # what made them would be trained without noise
@@ -265,8 +284,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run(name):
     code, work = REFUSED[name]
-    with refused(code):
+    with refused(code) as caught:
         work()
+    assert len(str(caught.value).split()) <= 35  # also of what is put together
     assert SCALE.grad is None
     if name in MODELS:
         run(MODELS[name][2]())
@@ -275,7 +295,7 @@ def test_what_cannot_run(name):
 
 
 def test_what_errors_say_to_write_besides():
-    """A parameter of the module; a saved state."""
+    """A parameter of the module; a loss of boxes; a saved state."""
 
     def made():
         return zoo.Of(with_scale, layer=mlp(), scale=nn.Parameter(torch.zeros(())))
@@ -285,6 +305,7 @@ def test_what_errors_say_to_write_besides():
         return entropy(out * scale.exp()[:, None], y)
 
     optimizer = run(made(), loop)
+    given(lambda out, y: 1 - generalized_box_iou(out[:, [0, 0, 1, 2]], out[:, [0, 1, 2, 2]]))()
     with refused("copied"):
         pickle.dumps(optimizer)
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))
@@ -466,6 +487,37 @@ def test_a_model_that_cannot_be_mapped_runs_where_it_is_vouched_for(mode):
     assert "as the user vouches" in optimizer.accountant.summary()
 
 
+class WithLoss(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        self.layer, self.reads = mlp(), reads
+
+    def forward(self, x, labels=None):
+        out = self.layer(x)
+        if labels is None:
+            return out
+        assert not self.reads or labels.max() < 3
+        return entropy(out, labels)
+
+
+def test_a_loss_in_the_model():
+    """If it reads the labels, they are given to loss=, or the user vouches."""
+    data = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+
+    def step(reads, loss_of=lambda net, batch: net(**batch), **options):
+        given = {"noise_multiplier": 1.0, **options}
+        net, optimizer, loader = training.private(WithLoss(reads), data, 8, **given)
+        for batch in loader:
+            loss_of(net, batch).backward()
+            optimizer.step()
+
+    with refused("model-map"):
+        step(True)
+    step(True, lambda net, b: net.private_loss(b["x"], b["labels"]), loss=entropy)
+    for reads in (True, False):
+        step(reads, assume_independent_records=True)
+
+
 def test_hooks_take_empty_batches():
     """An empty batch adds none, also where a layer fails on no records."""
     for net, x in ((mlp(), X[:0]), (nn.InstanceNorm1d(3, affine=True), torch.zeros(0, 3, 4))):
@@ -504,14 +556,42 @@ def of_packed():
     net(torch.randn(3, 4, 6)).mean().backward()
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, shift):
+        return self.gain * x + shift
+
+
+def of_two_inputs():
+    return zoo.Of(lambda net, x: net.scale(net.layer(x), shift=1.0), scale=Scale(), layer=mlp())
+
+
 @pytest.mark.parametrize(
     ("code", "work"),
     [
         ("loss-twice", lambda: backward_twice(HooksGradientSource(mlp())._module)),
         ("model-copied", lambda: backward_twice(copy.deepcopy(HooksGradientSource(mlp())._module))),
         ("model-packed", of_packed),
+        ("model-no-sampler", lambda: backward_twice(HooksGradientSource(of_two_inputs())._module)),
     ],
 )
 def test_hooks_say_what_opacus_does_not(code, work):
     with refused(code):
         work()
+
+
+def test_hooks_say_what_autograd_does_not():
+    """The error of autograd stays, and says besides what to write."""
+
+    def function(net, x):
+        h = net.layer(x)
+        h /= 2
+        return h
+
+    HooksGradientSource(net := zoo.Of(function, layer=mlp()))
+    with pytest.raises(RuntimeError) as caught:
+        net(X)
+    assert "x = x / 2" in caught.value.__notes__[0]

@@ -144,7 +144,8 @@ def _source_for(
         ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
     else:
         device = next(module.parameters()).device
-        made = ways_to_pass(module, loader.collate_fn([loader.dataset[0]]))
+        record = loader.collate_fn([loader.dataset[0]])
+        made = ways_to_pass(module, record, is_loss_apart=settings.loss is not None)
         ways = map_tensors(made, methodcaller("to", device))
     check_layers(module)
     reduction = settings.loss_reduction

@@ -43,8 +43,7 @@ REMEDIES = {
     ),
     "loss-reduced": (
         "After the mean you may multiply a loss by fixed Python numbers and add losses (no"
-        " GradScaler; values that are not finite count as zero). Compute everything else before the"
-        " mean, for each record"
+        " GradScaler; values that are not finite count as zero). Compute all else before it"
     ),
     "loss-rows": (
         "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss= that draws"

@@ -149,8 +149,6 @@ def _on_meta(value: Any) -> Any:
         if value._dim is not None:
             shape[value._dim] *= PRIME
         return torch.empty(shape, dtype=value._rows.dtype, device="meta")
-    if isinstance(value, torch.device):
-        return torch.device("meta")
     return value.to("meta") if isinstance(value, Tensor) else value
 
 

@@ -5,6 +5,7 @@ Nothing here keeps records apart: the user vouches that model and loss do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from ..errors import ModelError, StepError
 from .contributions import Contribution, PerRecord
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .nested import map_tensors, tensors_in
+
+_IN_PLACE = (
+    "Opacus' hooks forbid changes of a layer's output in place: write x = x / 2 instead of x /= 2"
+)
 
 
 class HooksGradientSource(GradientSource):
@@ -62,8 +67,9 @@ class HooksGradientSource(GradientSource):
             )
         if len({len(g) for g in records.values()}) > 1:
             raise StepError(
-                "parameters have gradients of different numbers of records: keep records in"
-                " dimension 0, and do not fold time or patches into it.",
+                "parameters have gradients of different numbers of records: give every layer all"
+                " records in dimension 0 (multiply experts by the mask), and fold neither time nor"
+                " patches into it.",
                 code="step-disagree",
             )
         return [PerRecord(records)]
@@ -136,6 +142,9 @@ class _Hooks(GradSampleHooks):
         self._is_open = False
         if output is None and self._source.passes == 1:  # the forward pass failed
             self._source.discard(())
+            if "BackwardHookFunction" in str(error := sys.exception()):
+                assert error is not None
+                error.add_note(_IN_PLACE)
         elif self._source.spare:
             return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
         return None
@@ -160,7 +169,14 @@ class _Hooks(GradSampleHooks):
     def capture_backprops_hook(self, module: Any, *given: Any, **options: Any) -> None:
         if self.hooks_enabled:
             require_first_backward(not getattr(module, "activations", None))
-        super().capture_backprops_hook(module, *given, **options)
+        try:
+            super().capture_backprops_hook(module, *given, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"Opacus computes no per-sample gradients of this {type(module).__name__}"
+                f" ({type(error).__name__}): leave out grad_sample_mode, or replace the layer",
+                code="model-no-sampler",
+            ) from error
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             # in torch the padding row has no gradient, but in Opacus it has
             records: Any = getattr(module.weight, "grad_sample", None)

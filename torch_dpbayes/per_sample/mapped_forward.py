@@ -8,6 +8,7 @@ returns a scalar, it is the loss of one record.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..errors import DPBayesError, LossError, ModelError, StepError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DPBayesError,
+    LossError,
+    ModelError,
+    StepError,
+)
 from .derived import is_private
 from .followed import Batch, Followed, is_constant
 from .gradient_source import COPIED
@@ -51,8 +59,8 @@ _SEVERAL_ROWS = (
     "its output has several rows for one record: return one row per record in dimension 0"
 )
 _OTHER_INPUT = (
-    "the model gets a tensor of another batch, one that mixes records, or one whose records are"
-    " not in dimension 0",
+    "the model gets a tensor of another batch, of mixed records, or with records outside of"
+    " dimension 0",
     "model-input",
     "Standardise by public constants; transpose inside the model; for Trainer of transformers set"
     " net.accepts_loss_kwargs = False",
@@ -113,8 +121,7 @@ class MappedForward(ReplacedForward):
         self.around: AbstractContextManager[Any] = nullcontext()
         super().__init__(module)
         self.add_direct(direct)
-        if loss is not None:
-            module.__dict__["private_loss"] = self.private_loss
+        module.__dict__["private_loss"] = self.private_loss
 
     def add_direct(self, parameters: Iterable[Tensor]) -> None:
         """More parameters take part in the map."""
@@ -176,15 +183,32 @@ class MappedForward(ReplacedForward):
             batch: the model's positional arguments, and the target as the last one.
             inputs: the model's named arguments.
         """
+        if self.loss is None:
+            raise ArgumentError(
+                "private_loss computes the loss that was passed to make_private: write"
+                " make_private(..., loss=fn), with fn(output, target) of one record"
+            )
         self._targets = batch[-1:]
         try:
             output: Tensor = self.module(*batch[:-1], **inputs)
             if self._targets is not None:  # in eval mode, or without gradients: nothing was mapped
-                assert self.loss is not None
-                output = self.loss(output, *self._targets)
+                output = self._loss_of(output, *self._targets)
         finally:
             self._targets = None
         return output
+
+    def _loss_of(self, output: Any, *targets: Any) -> Tensor:
+        assert self.loss is not None
+        try:
+            return self.loss(output, *targets)
+        except TypeError:
+            try:
+                inspect.signature(self.loss).bind(output, *targets)
+            except TypeError as error:
+                raise ArgumentTypeError(
+                    f"private_loss(*inputs, target) calls loss=fn as fn(output, target): {error}"
+                ) from None
+            raise
 
     def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
         """The module's own forward pass, with other tensors in place of its parameters."""
@@ -236,8 +260,7 @@ class MappedForward(ReplacedForward):
                 else:
                     output = self.original(*one_args[: len(args)], **one_kwargs)
                 if targets is not None:
-                    assert self.loss is not None
-                    output = _scalar(self.loss(output, *one_args[len(args) :]))
+                    output = _scalar(self._loss_of(output, *one_args[len(args) :]))
             result = Nested(output, keeps_strangers=False)
             found, result.tensors, result.strangers = result.tensors, [], []
             if not found:

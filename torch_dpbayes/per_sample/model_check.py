@@ -29,10 +29,10 @@ from .operations import Delivery
 from .record_map import CannotBeMapped, OutsideTensor, as_traced, in_plain_words, is_of_records
 
 _INSTEAD = (
-    "To vouch that it does not mix records, write make_private(...,"
-    ' assume_independent_records=True, grad_sample_mode="hooks")'
+    "Or vouch for its independence: make_private(..., assume_independent_records=True,"
+    ' grad_sample_mode="hooks")'
 )
-_WITHOUT_MAP = "Without make_private it fails, too: check the shapes and types of its inputs"
+_WITHOUT_MAP = "Without make_private it fails, too: check shapes and types"
 _RECORDS = 2
 _TRIES = 3  # with fresh synthetic records: rounding may switch a ReLU
 # Relative to the gradient of a record. Errors of book-keeping are large; rounding is not.
@@ -208,20 +208,11 @@ class _Comparison:
     def _require_equal(self) -> None:
         """Raise if mapped outputs or gradients are not those of the records alone."""
         generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-        before = {name: b.detach().clone() for name, b in self.module.named_buffers()}
         for _ in range(_TRIES):
             inputs = synthetic(self.arguments, _RECORDS, generator)
             self.source.mapped.rows_of_scalars = self._rows_of_scalars(inputs)
             mapped, weights = self._mapped(map_tensors(inputs, torch.clone))
             alone = [self._alone(rows_of(inputs, k), weights) for k in range(_RECORDS)]
-            for name, b in self.module.named_buffers():
-                if not torch.equal(before[name], b) and not bool((b != b).any()):
-                    raise ModelError(
-                        f"the forward pass changes its buffer {name!r}, which would contain"
-                        " records without noise: keep statistics out of the model (GroupNorm, not"
-                        " BatchNorm)",
-                        code="model-buffer",
-                    )
             found = (self._difference(mapped, k, run) for k, run in enumerate(alone))
             reason = next((text for text in found if text is not None), None)
             if reason is None:
@@ -243,6 +234,8 @@ class _Comparison:
         )
         room = 20 * _ROOM if is_coarse else _ROOM
         for mine, theirs in zip(mapped.outputs, alone.outputs, strict=True):
+            if len(mine) < _RECORDS:  # a loss of all records, whose user vouches for it
+                continue
             if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
                 return f"the output has shape {list(mine[k].shape)} for one record"
             if not _is_close(mine[k].flatten(), theirs.flatten(), float(_norm(theirs)), room):

@@ -191,11 +191,14 @@ def named_inputs(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name in names}
 
 
-def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
+def ways_to_pass(
+    module: nn.Module, batch: Any, *, is_loss_apart: bool = False
+) -> list[tuple[Any, ...]]:
     """The ways in which ``module`` may accept such a batch, the most likely one first.
 
     A tuple or list contains the model's inputs, then the target. A mapping is passed by name, with
     or without the target, or as one argument. In all other cases the first pass shows the shapes.
+    ``is_loss_apart``: the target is given to ``loss=``.
     """
     if not isinstance(batch, Mapping):
         if not isinstance(batch, (tuple, list)):
@@ -203,9 +206,8 @@ def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
         return [tuple(batch[:k]) for k in range(max(1, len(batch) - 1), 0, -1)]
     by_name = {k: v for k, v in batch.items() if isinstance(k, str) and [*tensors_in(v)]}
     inputs = {k: v for k, v in by_name.items() if k not in TARGETS}
-    if inputs == by_name:
-        inputs = dict(list(by_name.items())[:-1])
-    taken = (named_inputs(module, given) for given in (by_name, inputs))
+    named = (inputs,) if is_loss_apart else (by_name, inputs)
+    taken = (named_inputs(module, given) for given in named)
     return [*((Keywords(given),) for given in taken if given), (batch,)]
 
 

@@ -28,6 +28,7 @@ from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors, two_rows
 from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
+    SELECTS,
     CannotBeMapped,
     RecordMap,
     as_traced,
@@ -98,6 +99,10 @@ def _run(function: Any, name: str, *given: Any) -> Any:
 
 _run_backward: Any = Variable._execution_engine.run_backward
 _STATISTICS = "Put a network that is not private in eval mode, and run update_bn on public records"
+_OF_MASKS = (
+    "Write (losses * mask).mean(); for boxes loss=fn that returns 1 -"
+    " torchvision.ops.generalized_box_iou(output, target)"
+)
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
@@ -222,11 +227,6 @@ class _Operation:
         )
 
     def _check_constant(self, value: Tensor) -> None:
-        if is_private(value):
-            raise self.batch.refuse(
-                f"{self.name} gets a tensor of the data set, or one computed from other records or"
-                " from several of this batch"
-            )
         if value.requires_grad and torch.is_grad_enabled():
             raise self.batch.refuse(
                 f"{self.name} gets a tensor outside the model that requires grad", "loss-outside"
@@ -363,7 +363,8 @@ class _Operation:
             lambda n: str(int(n[0]) // PRIME * self.batch.shown or n[0]),
             in_plain_words(failure).rstrip("."),
         )
-        return self.batch.refuse(f"{self.name}: {shown}", remedy=self.remedy())
+        remedy = _OF_MASKS if shown == SELECTS else self.remedy()
+        return self.batch.refuse(f"{self.name}: {shown}", remedy=remedy)
 
     def _followed(self, rows: Any, meta: Tensor | None) -> Followed | None:
         """A result with the dimension of its records; None if it has none, or several."""

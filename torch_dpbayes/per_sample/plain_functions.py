@@ -194,14 +194,10 @@ def _of_classes(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]
     return run
 
 
-def binary_cross_entropy(
-    input: Tensor, target: Tensor, *rest: Any, **options: Any
-) -> Tensor | None:
+def binary_cross_entropy(input: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Like ``F.binary_cross_entropy``; NaN for a value that is not a probability. Torch raises an
     error for it.
     """
-    if input.shape != target.shape:
-        return None
     wrong = ~((input >= 0) & (input <= 1) & (target >= 0) & (target <= 1))
     inside = input.masked_fill(wrong, 0.5), target.masked_fill(wrong, 0.5)
     return _without(wrong, F.binary_cross_entropy(*inside, *rest, **options))
@@ -257,12 +253,10 @@ def _of_any_size(input: Tensor, *_: Any, **__: Any) -> None:
 
 def batch_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, *rest: Any, **options: Any
-) -> Tensor | None:
+) -> Tensor:
     """Like ``F.batch_norm``, whose rule for vmap fails for mixed types, as under autocast."""
     memory.statistics(1)(input, running_mean, running_var)
-    if running_mean is None or running_mean.dtype == input.dtype:
-        return None
-    wide = input.to(running_mean.dtype)
+    wide = input if running_mean is None else input.to(running_mean.dtype)
     return F.batch_norm(wide, running_mean, running_var, *rest, **options).to(input.dtype)
 
 

@@ -43,14 +43,13 @@ from .memory import OfOneMap, require_seen, shared, unwrapped
 from .nested import map_tensors, of_those_that_run
 from .plain_functions import FUNCTIONS
 
+SELECTS = "a mask selects entries, so their number depends on the data"
 _TORCHS_WORDS = {
-    "register_meta function for torch.nonzero": (
-        "a mask selects records, so their number depends on the data: write (losses * mask).mean()"
-    ),
+    "register_meta function for torch.nonzero": SELECTS,
     "higher order operator doesn't work": "it calls torch.cond: write torch.where(condition, a, b)",
     "dynamic shape": (
-        "it selects entries, and their number depends on the record: multiply by the mask; for"
-        " DeBERTa set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
+        "it selects entries, whose number depends on the record: multiply by a mask"
+        " (docs/how_to/usual_networks.md)"
     ),
     "calling .item() on a Tensor": (
         "it reads a number from the records (item(), one_hot without num_classes): compute with"
@@ -63,14 +62,16 @@ _TORCHS_WORDS = {
     "Batch norm got a batched tensor": (
         "its statistics depend on the records: leave out track_running_stats, or use GroupNorm"
     ),
-    "would mutate a captured Tensor": (
-        "it changes in place its input, or a tensor from outside: write x = x * 2 instead of x *= 2"
-    ),
     "different inplace randomness": (
         "it draws random numbers into a tensor that all records share (bernoulli_, normal_):"
         " write torch.rand(...) < p, or similar"
     ),
     "fallback path doesn't work on out=": "it computes into out=, like spectral_norm: leave it out",
+    **dict.fromkeys(
+        ("would mutate a captured Tensor", "is not possible because there exists a Tensor"),
+        "it changes its input or an outside tensor in place: write x = f(x) (transformers:"
+        " use_cache=False)",
+    ),
     **dict.fromkeys(
         ("requires_grad_() outside", "element 0 of tensors does not require grad"),
         "it calls requires_grad_(), or a function of torch.autograd: use torch.func.grad or vjp",
@@ -504,7 +505,10 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
     if func is torch.segment_reduce and {"unsafe", "offsets"} & kwargs.keys():  # without a check
         raise CannotBeMapped("segment_reduce may read other records: pass data, reduce, lengths=")
     if func in _READS and is_of_records(args[0]):
-        raise CannotBeMapped(f"it reads a number or node of records ({name}): compute with tensors")
+        raise CannotBeMapped(
+            f"it reads a number or node of records ({name}): compute with tensors, and the loss by"
+            " loss="
+        )
     # a custom function, or one inside it, may define its own rule for whole batches
     own: Any = args[0] if args and isinstance(func, torch._ops.HigherOrderOperator) else None
     is_function = isinstance(own, type) and issubclass(own, torch.autograd.Function)
@@ -543,8 +547,7 @@ def _require_public(outside: Tensor) -> None:
     """Refuse a tensor of the data set, or one computed from other or several records."""
     if is_private(outside):
         raise CannotBeMapped(
-            "it uses a tensor of the data set, or one computed from other or several records:"
-            " compute it from each alone"
+            "it uses a tensor of the data set or of several records: compute it from each"
         )
 
 
