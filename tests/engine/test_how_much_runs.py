@@ -47,7 +47,7 @@ def make():
 def test_what_a_reader_has_to_read_is_little():
     net, optimizer, loader = make()  # imports, and what is worked out once
     _, functions, files, _ = run_by(make)
-    assert functions <= 227 and files <= 32
+    assert functions <= 228 and files <= 32
     for _ in range(3):  # the first charge is worked out, equal ones are counted
         x, y = next(iter(loader))
         out, *_, calls = run_by(partial(net, x))

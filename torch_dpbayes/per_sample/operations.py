@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
 from . import function_kinds as kinds
-from .derived import derived, holds_records, is_private
+from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors, two_rows
 from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once

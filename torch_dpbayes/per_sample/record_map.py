@@ -546,9 +546,7 @@ def require_no_modes() -> None:
 def _require_public(outside: Tensor) -> None:
     """Refuse a tensor of the data set, or one computed from other or several records."""
     if is_private(outside):
-        raise CannotBeMapped(
-            "it uses a tensor of the data set or of several records: compute it from each"
-        )
+        raise CannotBeMapped("it uses the data set or several records: compute it from each")
 
 
 def _outside(func: Any, values: Iterable[Any], own: OfOneMap) -> list[Tensor]:
