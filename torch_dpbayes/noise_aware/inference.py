@@ -36,6 +36,7 @@ from .drawing import draw_posterior, seconds_of, seconds_of_chains
 from .last_layer import OF_OTHER_MODELS, SMALLEST, posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
+    LawDifferences,
     Moves,
     Release,
     Simulator,
@@ -449,13 +450,16 @@ class Setup:
         simulator = self.simulator(laws[0], self.count)
         fit = find_mode(simulator, releases, self.latents, reached.centre, 0)
         under_laws = [self.simulator(law, _SIMULATED_UNDER_LAW) for law in laws]
-        differences = law_differences(fit, under_laws, releases)
+        checked = [*releases, self._count_of_clipped(transcript)]
+        of_all = find_mode(simulator, checked, self.latents, fit.centre, 0)
+        differences = law_differences(of_all, under_laws, checked)
+        of_scores = LawDifferences(differences.means[:, :-1], differences.jacobians[:, :-1])
         likelihood = SyntheticLikelihood(
-            simulator, releases, fit, differences, few=self.few, most_batches=_MOST_BATCHES
+            simulator, releases, fit, of_scores, few=self.few, most_batches=_MOST_BATCHES
         )
         mean, spread = likelihood.modes.mean(0), likelihood.covariance()
         p_values = (
-            checks.release_p_values(fit, releases, self.latents, n, differences, spread),
+            checks.release_p_values(of_all, checked, self.latents, n, differences, spread),
             checks.prior_p_value(fit, self.latents, mean, spread),
         )
         found = draw_posterior(self.latents, likelihood, _DRAWS)
@@ -477,6 +481,19 @@ class Setup:
         density = self.latents, likelihood
         return NoiseAwarePosterior(
             found, values, statement, transcript, p_values, density, self.shape
+        )
+
+    def _count_of_clipped(self, transcript: Transcript) -> Release:
+        """The number of clipped records as a release. Rows with longer tails than simulated ones,
+        for example, have another. If none of M simulated records is clipped, about n/M real ones
+        may be: the noise includes that.
+        """
+        count, noise = transcript.clipped
+        missed = self.num_data / self.count
+        return transcript.scores[-1]._replace(
+            value=torch.tensor([count], dtype=torch.float64),
+            noise_std=math.sqrt(noise**2 + missed**2 + missed),
+            is_count=True,
         )
 
     def _assumed(self) -> list[str]:

@@ -54,6 +54,7 @@ class Release(NamedTuple):
     whitening: Tensor  # W = A/C, [d, d]
     value: Tensor  # T, [d]
     noise_std: float  # z
+    is_count: bool = False  # T is the number of records with ‖Wu‖ > 1, with noise
 
 
 class Simulated(NamedTuple):
@@ -126,7 +127,11 @@ class Simulator:
             own = simulated.scores
             if not torch.equal(release.theta, simulated.centre):
                 own = scores(self.records, simulated.density, release.theta)
-            found.append(clipped(own, release.whitening))
+            if release.is_count:
+                white = own @ release.whitening.T
+                found.append((white.norm(dim=1, keepdim=True) > 1).to(white))
+            else:
+                found.append(clipped(own, release.whitening))
         return torch.cat(found, 1)
 
     def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Simulated, Moments]:
