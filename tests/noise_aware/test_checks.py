@@ -32,6 +32,7 @@ from torch_dpbayes.noise_aware.likelihood import (
     Release,
     posterior_precision,
 )
+from torch_dpbayes.noise_aware.run import Mechanism
 
 pytestmark = pytest.mark.usefixtures("recorded_once", "double")
 SIZE, N = 4, 1000
@@ -178,6 +179,22 @@ def test_a_prior_far_off_is_reported():
         found = posterior_for_module(layer, torch.zeros(2000, 1), y, **options)
     assert "NOT LIKELY" in found.guarantee() and told[0].filename == __file__
     assert found.noise_std == 1.0 and found.predict(layer, torch.zeros(7, 1)).shape == (7,)
+
+
+@pytest.mark.chance(1e-3)
+@pytest.mark.parametrize("more", [0, 150])
+def test_the_number_of_clipped_records_is_checked(monkeypatch, more):
+    exact = Mechanism.clipped_count
+    monkeypatch.setattr(Mechanism, "clipped_count", lambda *given: exact(*given) + more)
+    x = torch.randn(1000, 2) / 6
+    glm = dpb.ops.GLM("gaussian", noise_std=0.3)
+    y = x @ torch.tensor([1.0, -1.0]) + 0.3 * torch.randn(len(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other checks
+        post = dpb.noise_aware.posterior(
+            glm, x, y, epsilon=30.0, delta=1e-5, max_grad_norm=1.0, **SHORT
+        )
+    assert (post.checks[0][-1] < 1e-6) == (more > 0) and post.checks[0][-1] > 1e-3 * (more == 0)
 
 
 @pytest.mark.slow
