@@ -3,13 +3,14 @@ r"""Check whether the releases agree with each other and with the prior.
 With m linear around the mode, T ~ N(n(m + J(θ − θ_c)), Σ). If this holds, the false-alarm rate of
 each of the two checks is its threshold:
 
-* *each release given the others*: with θ integrated out over the prior's Gaussian, the residual of
-  one block of T given the others has the covariance :math:`Q_{kk}^{-1}`, where Q is the precision
-  of T. Its squared length is χ² if the law of the covariates is known. Under another law l it is
-  noncentral χ², and its noncentrality :math:`\lambda_l` is the squared length of the shift of the
-  residual under l. The mixture over laws drawn from their posterior is approximated by the χ² with
-  the same three moments (Imhof 1961, "Computing the distribution of quadratic forms in normal
-  variables"). A covariance of so few laws would be singular, and cause false alarms;
+* *each release given the others*, and the number of clipped records, too: with θ integrated out
+  over the prior's Gaussian, the residual of one block of T given the others has the covariance
+  :math:`Q_{kk}^{-1}`, where Q is the precision of T. Its squared length is χ² if the law of the
+  covariates is known. Under another law l it is noncentral χ², and its noncentrality
+  :math:`\lambda_l` is the squared length of the shift of the residual under l. The mixture over
+  laws drawn from their posterior is approximated by the χ² with the same three moments (Imhof 1961,
+  "Computing the distribution of quadratic forms in normal variables"). A covariance of so few laws
+  would be singular, and cause false alarms;
 * *the prior*: the distance of the likelihood's maximum from the prior's median, in the directions
   where the releases have more information than the prior, compared with draws of the prior.
 
