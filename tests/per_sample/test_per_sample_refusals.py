@@ -84,6 +84,7 @@ LOSSES = {
     "a mean's square": ("loss-reduced", lambda out, x, y: entropy(out, y) ** 2),
     "a learned scale": ("loss-outside", lambda out, x, y: entropy(out * SCALE.exp(), y)),
     "a decision": ("loss-number", lambda out, x, y: entropy(out, y) * (2 if y.max() > 1 else 1)),
+    "a copy": ("loss-number", lambda out, x, y: entropy(out, y) * copy.deepcopy(out).sum().sign()),
     "weights that torch hides": (
         "loss-divisor",
         lambda out, x, y: F.l1_loss(out, x[:, :3], weight=torch.ones(8, 3)),
@@ -105,7 +106,7 @@ LOSSES = {
 
 # what the errors say to write, loss(out, x, y)
 ADVICE = {
-    "a vector": lambda out, x, y: entropy(out, y, reduction="none").mean(),
+    "a vector": lambda out, x, y: entropy(out, y, reduction="none").mean(0),
     "a constant": lambda out, x, y: out.square().mean(),
     "one column": lambda out, x, y: F.binary_cross_entropy_with_logits(out[:, 0], y.clamp(max=1.0)),
     "a sum": lambda out, x, y: entropy(out, y, reduction="none").mean(),
