@@ -25,7 +25,7 @@ from support.refusals import refused
 from support.training import private as made_private
 from support.training import values
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
@@ -227,8 +227,10 @@ def test_a_pass_belongs_to_the_thread_that_began_it():
 
 
 def test_each_pass_looks_for_records_that_repeat():
-    data = Subset(TensorDataset(torch.rand(40, 1), torch.zeros(40, 1)), list(range(20)))
-    _, _, loader = private(dataset=data)
+    """Those of several data sets are looked for by pass alone."""
+    rows = TensorDataset(torch.rand(40, 1), torch.zeros(40, 1))
+    data = Subset(rows, list(range(20)))
+    _, _, loader = private(dataset=ConcatDataset([data, Subset(rows, range(20, 40))]))
     random.shuffle(data.indices)
     next(iter(loader))
     data.indices[:10] = data.indices[10:]
