@@ -135,6 +135,7 @@ add("cross entropy", lambda out, y: ce(out, y))
 add("cross entropy, sum over len", lambda out, y: ce(out, y, reduction="sum") / len(y))
 add("cross entropy, sum", lambda out, y: ce(out, y, reduction="sum"), loss_reduction="sum")
 add("cross entropy, none then mean", lambda out, y: rows(out, y).mean())
+add("cross entropy, number first", lambda out, y: torch.mul(2.0, ce(out, y)))
 add("cross entropy, added to zeros", lambda out, y: torch.zeros(()) + ce(out, y))
 add("cross entropy, class weights", lambda out, y: (WEIGHT[y] * rows(out, y)).mean())
 add(

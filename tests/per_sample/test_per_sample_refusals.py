@@ -82,6 +82,8 @@ LOSSES = {
     "one column": ("loss-constant", lambda out, x, y: entropy(out[:, :1], 0 * y)),
     "a sum": ("loss-reduction", lambda out, x, y: entropy(out, y, reduction="sum")),
     "a mean's square": ("loss-reduced", lambda out, x, y: entropy(out, y) ** 2),
+    "a mean's inverse": ("loss-reduced", lambda out, x, y: 1 / entropy(out, y)),
+    "a mean's inverse by div": ("loss-reduced", lambda out, x, y: torch.div(2.0, entropy(out, y))),
     "a learned scale": ("loss-outside", lambda out, x, y: entropy(out * SCALE.exp(), y)),
     "a decision": ("loss-number", lambda out, x, y: entropy(out, y) * (2 if y.max() > 1 else 1)),
     "a copy": ("loss-number", lambda out, x, y: entropy(out, y) * copy.deepcopy(out).sum().sign()),
@@ -190,6 +192,12 @@ def with_start(function):
     return net
 
 
+def with_graph(graph):
+    net = zoo.Of(lambda net, x: net.layer(x @ net.graph), layer=mlp())
+    net.register_buffer("graph", graph)
+    return net
+
+
 def keeping(net, x):
     net.__dict__["kept"] = net.layer(x)
     return net.kept
@@ -231,6 +239,11 @@ MODELS = {
     "backward hook": ("model-backward-hook", lambda: changed(mlp(), hooked), mlp),
     "classes": ("model-output", lambda: zoo.Of(classes, layer=mlp()), mlp),
     "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), mlp),
+    "a sparse buffer": (
+        "model-layer",
+        lambda: with_graph(torch.eye(6).to_sparse()),
+        lambda: with_graph(torch.eye(6)),
+    ),
     "spectral norm": ("model-map", lambda: nn.Sequential(spectral_norm(head())), mlp),
     "one pruned layer": (
         "model-map",

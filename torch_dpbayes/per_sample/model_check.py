@@ -61,6 +61,12 @@ def check_layers(module: nn.Module) -> None:
                 " would see all others: leave it out, or use a clone() of public records",
                 code="data-private",
             )
+        if t.layout != torch.strided:
+            raise ModelError(
+                f"{name!r} of the model has layout {t.layout}, whose parts the library cannot"
+                " compare between steps: use a dense tensor, t.to_dense()",
+                code="model-layer",
+            )
     for name, layer in module.named_modules():
         # torch's own classes only: the map checks what a subclass does
         is_norm = isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn.")

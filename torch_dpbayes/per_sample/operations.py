@@ -458,7 +458,9 @@ class _Operation:
         is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
         numbers = [v for v in self.leaves if isinstance(v, (int, float))]
         if name in kinds.PRODUCTS:
-            is_fixed = len(self.followed) == 1 and not self.others and self._is_first(first)
+            is_ratio = "div" in name
+            is_fixed = len(self.followed) == 1 and not self.others
+            is_fixed = is_fixed and (self._is_first(first) or not is_ratio)
         else:
             is_fixed = all(v.dim() == 0 for v in self.others)  # torch.zeros(()) + loss
         if not (is_one and is_fixed and name in kinds.LINEAR):

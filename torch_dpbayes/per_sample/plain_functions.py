@@ -89,8 +89,8 @@ def embedding(
     return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
 
 
-def _table(weight: Tensor, tokens: Tensor, padding_idx: int = -1, *_: Any) -> Tensor | None:
-    return embedding(tokens, weight, None if padding_idx < 0 else padding_idx)
+def _table(weight: Tensor, indices: Tensor, padding_idx: int = -1, *_: Any) -> Tensor | None:
+    return embedding(indices, weight, None if padding_idx < 0 else padding_idx)
 
 
 def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
