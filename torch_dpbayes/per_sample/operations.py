@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
 from . import function_kinds as kinds
-from .derived import derived, holds_records
+from .derived import derived, holds_records, is_private
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors, two_rows
 from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once
@@ -227,6 +227,10 @@ class _Operation:
         )
 
     def _check_constant(self, value: Tensor) -> None:
+        if is_private(value):  # also what torch reads as a number: huber_loss(delta=t)
+            raise self.batch.refuse(
+                f"{self.name} gets a tensor computed from several records or another batch"
+            )
         if value.requires_grad and torch.is_grad_enabled():
             raise self.batch.refuse(
                 f"{self.name} gets a tensor outside the model that requires grad", "loss-outside"
